@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ _OF_OWN = {
     "multiplied by the response length": "advantages_by_length", HALVES: "baseline", _BY_RANK: "advantages_by_rank",
 }  # fmt: skip
 """Rule -> finding code, for rules under which a group's advantages still sum to about 0."""
+_CODES = _OF_OWN | {_UNSIGNED: "advantages_unsigned"}
 PADDED = "the mean over the batch's tokens and padding"
 _ERRORS = 4.0
 """Number of standard errors that chance rarely exceeds, even in a thousand steps."""
@@ -131,18 +133,15 @@ class DataRows:
         """
         if affected.sum() < least:
             return
-        columns: dict[str, np.ndarray] = {}
-        if steps is None:
-            columns = self.columns if sample is None else row_columns(sample)
-            columns = columns if rows is None else {name: each[rows] for name, each in columns.items()}
+        columns = {} if steps is not None else self.columns if sample is None else row_columns(sample)
+        columns = columns if rows is None else {name: each[rows] for name, each in columns.items()}
         since = self._since(affected, columns["step"] if steps is None else steps)
         condition = self.database.step_condition()
         filled: dict[str, float | str] = {"num": int(affected.sum())} if "{num:" in KINDS[code][1] else {}
         for name, value in numbers.items():
             filled[name] = float(np.median(value[affected])) if isinstance(value, np.ndarray) else value
-        query = (*KINDS[code], BY_ROW)[2].format(
-            rows=f"(FROM sequences WHERE {condition})" if condition else "sequences", **filled
-        )
+        rows_text = f"(FROM sequences WHERE {condition})" if condition else "sequences"
+        query = (*KINDS[code], BY_ROW)[2].format(rows=rows_text, **filled)
         yield DataFinding(
             code=code, share=float(np.mean(affected)), since=since, is_notice=notice or (notice_if_whole and since is None),
             numbers=filled, where=shared_by(columns, affected) if columns else {}, next=commands.sql_of(self.database.given[0], query),
@@ -169,8 +168,7 @@ class DataRows:
         return next((f"{key} = {given}" for key, given in pairs if re.search(value, str(given), re.IGNORECASE)), "")
 
     def switched_on(self, name: str) -> str:
-        """Return the first setting whose name matches and whose value is true, formatted as `name = true`, or an empty
-        string."""
+        """Return the first setting whose name matches and whose value is true, as `name = true`, or an empty string."""
         return re.sub(r"= \S+$", "= true", self.setting(name, r"^(true|1(\.0)?)$"))
 
     def numbers(self, name: str) -> dict[str, float]:
@@ -193,32 +191,30 @@ class DataRows:
         return numbered(self.labels, self.at)
 
     @cached_property
+    def reward(self) -> np.ndarray:
+        """Each row's reward, [N], NaN if it is not finite."""
+        return np.where(np.isfinite(self.rows["reward"]), self.rows["reward"], np.nan)
+
+    @cached_property
     def left_out(self) -> np.ndarray:
-        rewards = np.where(np.isfinite(self.rows["reward"]), self.rows["reward"], np.nan)
-        return _left_out(rewards, self.cell)
+        return _left_out(self.reward, self.cell)
 
     @cached_property
     def counts_masked(self) -> bool | None:
         """Whether rewards of rows without tokens in the loss count in their group's mean. None if unclear."""
-        cell, advantage = self.cell, np.nan_to_num(self.rows["advantage"])
-        reward = np.where(np.isfinite(self.rows["reward"]), self.rows["reward"], np.nan)
+        cell, advantage, reward = self.cell, np.nan_to_num(self.rows["advantage"]), self.reward
         trains = 1.0 * (self.rows["loss_length"] > 0)
         share = np.maximum(mean_of(cell, trains), TINY)
         apart = np.abs(mean_of(cell, reward) - mean_of(cell, reward * trains) / share)
         asked = (trains > 0) & (share < 1) & (self.labels > 0) & (apart > 0.01)
         least = CLOSE * rms_of(self.at, advantage)
-        with_masked, without = (
-            (np.abs(mean) < least)[asked].mean() > 0.95 if asked.sum() >= 8 else False
-            for mean in (mean_of(cell, advantage), mean_of(cell, advantage * trains) / share)
-        )
-        if without:
-            return False
-        return True if with_masked else None
+        means = (mean_of(cell, advantage), mean_of(cell, advantage * trains) / share)
+        with_masked, without = (asked.sum() >= 8 and (np.abs(mean) < least)[asked].mean() > 0.95 for mean in means)
+        return False if without else True if with_masked else None
 
     @cached_property
     def continued(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of rows in the same group, as two arrays of row indices, [K]: the second row's prompt begins with the
-        first row's prompt and response."""
+        """Pairs of rows of a group, as two arrays of row indices, [K]: the second row's prompt continues the first row."""
         rows, cell = self.rows, self.cell
         is_possible = rows["group"].any() and (mean_of(cell, rows["prompt_length"]) != rows["prompt_length"]).any()
         query = _CONTINUED.format(steps=self.inspected if is_possible else "NULL")
@@ -229,8 +225,8 @@ class DataRows:
 
     @cached_property
     def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
-        """Names of the reward functions, their values ([N, P], NaN if missing), and a mask of the rows that have them
-        ([N] bool). Empty if rows have different reward functions."""
+        """Names of the reward functions, their values ([N, P], NaN if missing), and the rows that have them ([N] bool).
+        Empty if rows have different reward functions."""
         execute, given = self.database.connection.execute, f"{self.asked} AND cardinality(rewards) > 0"
         kinds = execute(f"SELECT DISTINCT map_keys(rewards) FROM sequences WHERE {given}").fetchall()
         names: list[str] = kinds[0][0] if len(kinds) == 1 else []
@@ -248,9 +244,8 @@ class DataRows:
         states = writer_states(self.database)
         given = [each for one in states for each in (one.tokenizer, one.model.get("config")) if isinstance(each, dict)]
         ids = [each.get("eos_token_id") for each in given]
-        return sorted(
-            {id for each in ids for id in (each if isinstance(each, list) else [each]) if isinstance(id, int)}
-        )
+        flat = chain.from_iterable(each if isinstance(each, list) else [each] for each in ids)
+        return sorted({id for id in flat if isinstance(id, int)})
 
     @cached_property
     def group_setting(self) -> str:
@@ -296,13 +291,11 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.asarray(np.argsort(np.argsort(first))[index])
 
 
-def shifted(at: np.ndarray, most: int = 8, in_group: int = 1) -> dict[str, np.ndarray]:
+def shifted(at: np.ndarray, in_group: int = 1) -> dict[str, np.ndarray]:
     """Return, by kind of misplacement, the row in which each row's reward would be recorded, [N], or -1."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
-    moves = {
-        f"rewards moved by {by} rows": first + (place - first + by) % size
-        for by in sorted(range(-most, most + 1), key=abs)[1:]
-    }
+    tried = sorted(range(-8, 9), key=abs)[1:]
+    moves = {f"rewards moved by {by} rows": first + (place - first + by) % size for by in tried}
     for name, by in (("sample", np.maximum(size // in_group, 1)), ("prompt", in_group)) if in_group > 1 else ():
         row = (place - first) % by * (size // by) + (place - first) // by
         moves[f"rewards in {name}-major order"] = np.where(size % in_group == 0, first + row, -1)
@@ -391,14 +384,12 @@ class _Lines(NamedTuple):
     """True if the line reproduces all advantages up to rounding."""
 
     def units(self, chosen: np.ndarray) -> np.ndarray:
-        """Return the index of the unit within which each group is compared, [G]: one step, or several consecutive steps
-        if these have few `chosen` groups ([G] bool)."""
+        """Return each group's unit of comparison, [G]: a step, or consecutive ones with few `chosen` groups ([G] bool)."""
         num = np.bincount(self.at, chosen)
         return np.asarray(np.unique((np.cumsum(num) - num) // 4, return_inverse=True)[1][self.at])
 
     def holds(self, unit: np.ndarray, chosen: np.ndarray, agrees: np.ndarray) -> np.ndarray:
-        """Return [S] bool: True if the step's unit has at least three `chosen` groups ([G] bool) and more than 95% of
-        them agree."""
+        """Return [S] bool: True if the step's unit has three or more `chosen` groups ([G] bool), and over 95% agree."""
         num, right = (np.bincount(unit, each, unit[-1] + 1) for each in (chosen, chosen & agrees))
         return np.asarray(((num >= 3) & (right > 0.95 * num))[unit[np.unique(self.at, return_index=True)[1]]])
 
@@ -481,14 +472,17 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield rules that differ from the group-mean rule by more than a group's baseline and scale: each rule's name, and
-    the advantages that its variants imply, [N], up to a factor and a constant."""
+    """Yield the rules that differ from the group-mean rule by more than a group's baseline and scale: the name, and the
+    advantages that the variants imply, [N], up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
     own = [rows.x, rows.x / rows.spread]
     yield _LEAVE_ONE_OUT, [_left_out(r, g)]
-    yield _BY_RANK, [_by_rank(rows)]
+    # Each advantage's mean over all rows with the same rank (by reward, then by advantage) in groups of the same size.
+    varies = np.isfinite(rows.spread)
+    label = np.where(varies, 1 + rank_of(g, a, r) + int(n.max()) * n, 0)
+    yield _BY_RANK, [np.where(varies, mean_of(label, a), np.nan)]
 
     def moments(values: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
         mean = mean_of(label, values)
@@ -522,20 +516,6 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
         yield name, against(moved, *moments(moved, g))
         yield name.replace("rewards", "advantages"), [np.append(usual[best], np.nan)[place]]
     yield "advantages of the same step in another order", [reordered[best]]
-
-
-def _rank(g: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """Return each row's rank in its group, [N], from 0. Later keys break ties in earlier ones."""
-    order = np.lexsort((*reversed(keys), g))
-    return np.asarray(rank_of(g[order])[np.argsort(order)])
-
-
-def _by_rank(rows: _Rows) -> np.ndarray:
-    """Replace each advantage by its mean over all rows with the same rank (by reward, then by advantage) in groups of
-    the same size, [N]. NaN in groups whose rewards are all equal."""
-    varies, rank = np.isfinite(rows.spread), _rank(rows.g, rows.r, rows.a)
-    label = np.where(varies, 1 + rank + int(rows.n.max()) * rows.n, 0)
-    return np.where(varies, mean_of(label, rows.a), np.nan)
 
 
 def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
@@ -576,8 +556,8 @@ def _neighbours(at: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _sets(rows: _Rows) -> np.ndarray:
-    """Divide the groups of each step into sets whose advantages imply the same baseline, and return each group's set,
-    [G]. A group with equal rewards implies no baseline, so it joins the nearest set whose baseline fits."""
+    """Return each group's set, [G]: groups of a step whose advantages imply the same baseline. A group with equal rewards
+    implies none, so it joins the nearest set whose baseline fits."""
     line = rows.lines
     with np.errstate(all="ignore"):
         base, unit = line.r - line.a / line.slope, np.abs(4 * line.rounded / line.slope)
@@ -641,18 +621,15 @@ def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[
     # With an eps, 1 / slope is linear in the standard deviation, with the same line for all groups of a unit.
     num = np.maximum(np.bincount(unit, asked), 1)
     inverse = 1 / np.abs(line.slope)
-    x, y = (
-        np.where(asked, values - (np.bincount(unit, np.where(asked, values, 0.0)) / num)[unit], 0.0)
-        for values in (spread, inverse)
-    )
+    pair = [np.where(asked, values, 0.0) for values in (spread, inverse)]
+    x, y = (np.where(asked, values - (np.bincount(unit, values) / num)[unit], 0.0) for values in pair)
     eps = _median_of(unit, inverse * (np.bincount(unit, x * x) / np.bincount(unit, x * y))[unit] - spread, asked)
     yield _DIVIDED, np.where((eps > 0) & (eps <= max(_EPS)), 1 / (spread + eps), np.nan)
     yield _PLUS, np.where(eps > max(_EPS), 1 / (spread + eps), np.nan)
 
 
 def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find how each group's advantages are scaled at the `steps` ([S] bool). Return the fields `scale`, `divided` and
-    `factor` of _Rules."""
+    """Find each group's scale at the `steps` ([S] bool): the fields `scale`, `divided` and `factor` of _Rules."""
     line, first = rows.lines, np.unique(rows.lines.at, return_index=True)[1]
     asked = line.fits & steps[line.at]
     unit, size = line.units(asked), np.abs(line.slope)
@@ -679,8 +656,8 @@ def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _is_usual(rows: _Rows, plain: np.ndarray, divided: np.ndarray) -> np.ndarray:
-    """Return [S] bool: True if a usual normalisation by group or batch explains the step's scale, given as a constant
-    (`plain`, [S]) or as a multiple of 1 / the group's standard deviation (`divided`, [S])."""
+    """Return [S] bool: True if a usual normalisation by group or batch explains the step's scale, a constant (`plain`,
+    [S]) or a multiple of 1 / the group's standard deviation (`divided`, [S])."""
     first = np.unique(rows.at, return_index=True)[1]
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[first]
     of_x, of_r, of_a = (rms_of(rows.at, each)[first] for each in (rows.x, rows.r - mean_of(rows.at, rows.r), rows.a))
@@ -697,10 +674,8 @@ def _is_usual(rows: _Rows, plain: np.ndarray, divided: np.ndarray) -> np.ndarray
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
     """Name the constant that was probably subtracted from the rewards at the steps `off` ([S] bool)."""
     num, tokens = rows.sums(rows.at >= 0), rows.of_step(np.maximum, rows.length)
-    (r, spread), (a, unit) = (
-        (rows.sums(values) / num, np.sqrt(rows.sums((values - mean_of(rows.at, values)) ** 2) / num + 1e-30))
-        for values in (rows.r, rows.a)
-    )
+    r, a = (rows.sums(each) / num for each in (rows.r, rows.a))
+    spread, unit = (np.sqrt(rows.sums((x - mean_of(rows.at, x)) ** 2) / num + 1e-30) for x in (rows.r, rows.a))
     sums = rows.sums(rows.r * rows.length)
     known = {
         "the batch's mean": r, _NOTHING: 0.0, "the mean over the batch's tokens": sums / np.maximum(rows.sums(rows.length), 1),
@@ -751,12 +726,9 @@ def _mixed(rows: _Rows) -> _Mixed | None:
             sides = {"higher": asked & (rows.x > 0), "lower": asked & (rows.x < 0)}
             side = next((name for name, each in sides.items() if (only != each).sum() < 0.05 * each.sum()), "")
             text += f" (exactly the rows whose reward is {side} than their group's mean)" if side else ""
-            numbers = {
-                "rule": f"{text}, while all others follow the group's mean and scale",
-                "notice_if_whole": bool(side),
-            }
-            return "advantages_mixed", only, numbers
-    raw, rank = asked & (r != 0) & (np.abs(a - r) < TINY * np.abs(r)), _rank(g, -r, a)
+            text += ", while all others follow the group's mean and scale"
+            return "advantages_mixed", only, {"rule": text, "notice_if_whole": bool(side)}
+    raw, rank = asked & (r != 0) & (np.abs(a - r) < TINY * np.abs(r)), rank_of(g, a, -r)
     share = (1 + np.bincount(rank, raw)) / (1 + np.bincount(rank, asked & (r != 0)))
     is_raw, explained = share > 0.95, raw & (usual[0] | usual[1])
     if 2 * explained.sum() < raw.sum() and 0 < is_raw.sum() < len(share) and np.all(is_raw | (share < 0.1)):
@@ -777,8 +749,8 @@ def _mode(values: np.ndarray) -> float:
 
 
 def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
-    """Find groups in which equal rewards have different advantages, groups with equal rewards but nonzero advantages,
-    and groups whose advantages do not sum to 0 because rows were removed."""
+    """Find groups in which equal rewards have different advantages or all-equal rewards have nonzero ones, and groups
+    whose advantages do not sum to 0 because rows were removed."""
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
@@ -793,11 +765,11 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
         joined = np.diff(cell[order]) == 0
         rise, longer = np.diff(a[order])[joined], np.diff(rows.length[order])[joined] > 0
         differs = np.abs(rise) > _ROUNDED_16_BIT * np.maximum(scale[order][1:][joined], 1e-9)
-        if longer[differs].all() and (np.ptp(np.sign(rise[differs])) == 0):
-            text = f"and longer responses get {'more' if rise[differs].max() > 0 else 'less'}, as if the length changed the rewards"
-            return "advantages_unequal", off, {"explanation": text, "notice": True}
+        is_of_length = bool(longer[differs].all() and np.ptp(np.sign(rise[differs])) == 0)
         text = "so either rewards were changed or moved to other rows after advantages were computed, or part of each group has its own baseline"
-        return "advantages_unequal", off, {"explanation": text}
+        if is_of_length:
+            text = f"and longer responses get {'more' if rise[differs].max() > 0 else 'less'}, as if the length changed the rewards"
+        return "advantages_unequal", off, {"explanation": text, "notice": is_of_length}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
     # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
@@ -824,9 +796,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         known &= (response > 0) & ~np.isin(response, response[run.continued[0]])
     if run.counts_masked is False:
         known &= run.rows["loss_length"] > 0
-    r, a, length, labels = (
-        each[known] for each in (*map(run.rows.__getitem__, ("reward", "advantage", "loss_length")), run.labels)
-    )
+    r, a, length = (run.rows[name][known] for name in ("reward", "advantage", "loss_length"))
+    labels = run.labels[known]
     at = np.unique(run.rows["step"][known], return_inverse=True)[1]
     if not len(at):
         return
@@ -852,20 +823,15 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         are_single = bool((labels > 0).all() and count_of(group).max() == 1)
         numbers["scope"] = "group" if is_grouped else "step"
         own_prompts = run.rows["prompt"].all() and count_of(numbered(run.rows["prompt"], run.at)).max() == 1
-        numbers["explanation"] = (
-            "; the baseline is the mean of groups, each of which contains a single row" * are_single
-            or "; every row has a prompt of its own, so groups formed by prompt contain a single row"
-            * bool(is_grouped and own_prompts)
-        )
+        text = "; the baseline is the mean of groups, each of which contains a single row" * are_single
+        by_prompt = "; every row has a prompt of its own, so groups formed by prompt contain a single row"
+        numbers["explanation"] = text or by_prompt * bool(is_grouped and own_prompts)
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
     scaled = np.isfinite(rules.factor)
     is_last = scaled[(rules.scale != None) & (np.cumsum(scaled) > 0)]  # noqa: E711
-    if (
-        10 * scaled.sum() > num_judged
-        and np.mean(is_last) > 0.5
-        and np.ptp(rules.factor[scaled]) < 0.1 * np.median(rules.factor[scaled])
-    ):
-        factor = float(np.median(rules.factor[scaled]))  # groups may differ in scale
+    factor = float(np.median(rules.factor[scaled])) if scaled.any() else np.nan  # groups may differ in scale
+    is_often = 10 * scaled.sum() > num_judged and np.mean(is_last) > 0.5
+    if is_often and np.ptp(rules.factor[scaled]) < 0.1 * factor:
         text = f"multiplied by {factor:.3g}, which no usual normalisation explains"
         text = f"{_DIVIDED} and {text}" if np.mean(rules.scale[scaled] == _DIVIDED) > 0.5 else text
         yield from found("advantages_scaled", scaled, explanation=text, notice_if_whole=True)
@@ -875,10 +841,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     if num >= 3 and 2 * num > is_shaped.sum() and is_shaped[is_judged][-is_shaped.sum() :].all():
         is_foreign = any(each in shape for each in ("previous", "next"))  # no algorithm divides by another group's
         yield from found("advantages_scaled", is_shaped, explanation=shape, notice_if_whole=not is_foreign)
-    divides, keeps = (
-        run.setting(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$", value)
-        for value in (r"^(group|true|1\.0)$", r"^(batch|none|false|0\.0)$")
-    )
+    scaling = r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$"
+    divides, keeps = (run.setting(scaling, f"^({x})$") for x in (r"group|true|1\.0", r"batch|none|false|0\.0"))
     if explain and (divides or keeps) and np.all(rules.name[is_judged] == "own"):
         is_wrong = rules.divided == (-1 if divides else 1)
         if is_wrong.sum() > 9 * (rules.divided == (1 if divides else -1)).sum():
@@ -912,10 +876,10 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     }  # fmt: skip
     is_batch = name in (_BATCH, _NOTHING)
     # An unknown baseline, such as the reward of a greedy response, can be the same for all groups at some steps.
-    unknown, own, every = (
-        float(rules.freedom[each].sum()) for each in (rules.name == "", rules.name == "own", is_judged)
-    )
+    parts = (rules.name == "", rules.name == "own", is_judged)
+    unknown, own, every = (float(rules.freedom[each].sum()) for each in parts)
     is_elsewhere_unknown = unknown > max(0.05 * every, own)
+    is_change = 3 <= off.sum() <= num_judged - 3 and off[is_judged][-off.sum() :].all() and not is_small
     if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield from found("advantages_inverted", off, **numbers)
     elif is_batch and is_elsewhere_unknown:
@@ -932,22 +896,14 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         can_be_right = not is_padded and bool(is_other or not run.group_setting)
         baseline = found("baseline", off, notice_if_whole=can_be_right, **numbers)
         yield from (each for each in baseline if each.since is not None or not is_other or is_padded or is_unknown)
-    elif name == _UNSIGNED:
-        yield from found("advantages_unsigned", off, **numbers)
-    elif name in _OF_OWN:
-        yield from found(_OF_OWN[name], off, notice=name != HALVES, **numbers)
     elif name:
         is_moved = name.startswith(("rewards", "the rewards", "advantages", "the advantages"))
-        code = "rewards_of_other_rows" if is_moved else "baseline"
-        yield from found(code, off, notice_if_whole=name in _LEVELS[1:], **numbers)
+        code = _CODES.get(name, "rewards_of_other_rows" if is_moved else "baseline")
+        notice = name in _OF_OWN and name != HALVES
+        yield from found(code, off, notice=notice, notice_if_whole=name in _LEVELS[1:], **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)
-    elif explain and (
-        (
-            3 <= off.sum() <= num_judged - 3 and off[is_judged][-off.sum() :].all() and not is_small
-        )  # a change during the run
-        or (run.group_setting and 2 * off.sum() > num_judged)
-    ):
+    elif explain and (is_change or (run.group_setting and 2 * off.sum() > num_judged)):
         if rules.is_linear[off].any():
             yield from found("baseline_unknown", off, notice=True, **numbers)
         else:
@@ -958,10 +914,9 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
 def _copies_text(run: DataRows, known: np.ndarray, zeroed: np.ndarray) -> str:
     """Describe the rows whose advantage is 0 (`zeroed`, [N] bool, of the rows `known`) if they copy others of their step."""
     counts = known & (run.rows["response"] > 0) & (run.rows["loss_length"] > 0)
-    is_copy = counts & (count_of(numbered(run.rows["response"], run.at)) > 1)
-    if is_copy[known][zeroed].mean() < 0.95 or is_copy[known][~zeroed].mean() > 0.5:
-        return ""
-    return "; they copy other rows of their step, as padding rows do, but their tokens count toward the loss"
+    is_copy = (counts & (count_of(numbered(run.rows["response"], run.at)) > 1))[known]
+    text = "; they copy other rows of their step, as padding rows do, but their tokens count toward the loss"
+    return text if is_copy[zeroed].mean() >= 0.95 and is_copy[~zeroed].mean() <= 0.5 else ""
 
 
 def _shape_of(rows: _Rows, steps: np.ndarray) -> str:

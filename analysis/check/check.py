@@ -38,8 +38,7 @@ from .sample import NEEDED_SUMS, Sample, logprobs_of, read_pair_sums, read_sampl
 from .where import MAX_COVERED, Where, places
 
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence (nats) for an explanation, after subtracting a cost for its parameters. By chance, one run in
-100,000 reaches this value."""
+"""Minimum evidence (nats) for an explanation, less its parameters' cost. By chance, one run in 100,000 reaches it."""
 MAX_LEFT = 0.5
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
@@ -273,8 +272,7 @@ def explain(data: PairData) -> list[Finding]:
         rest = _added(rest, [each for each in part if each.side is not None or len(parts) == 1], None)
     if len(parts) > 1:
         rest = sorted(rest, key=lambda each: not each.fails)
-        if not any(each.fails for each in rest):
-            rest += [each for part in parts for each in part if each.side is None]
+        rest += [each for part in parts for each in part if each.side is None and not any(x.fails for x in rest)]
     return [*engine, *(each for each in rest if each.fails or not engine)]
 
 
@@ -291,8 +289,7 @@ def _by_precision(data: PairData) -> list[PairData]:
 def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     above = list(values.find_positive(data))
     if above and (units := _best(values.find_unit(data))):
-        rest = _explained(data.without(units.tokens))
-        return _added([units.finding], [each for each in rest if each.fails], None)
+        return _added([units.finding], [each for each in _explained(data.without(units.tokens)) if each.fails], None)
     facts = [each.finding for each in above]
     if any(finding.share > 0.5 for finding in facts):
         return facts
@@ -353,8 +350,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _exactly_explained(data: PairData) -> list[Finding]:
-    """Return what predicts the values of the rows that older weights scored, if anything does. Older weights explain any
-    mismatch, but not one that, for example, a temperature or another row's values reproduce."""
+    """Return a formula that reproduces values scored by older weights, if any: other weights do not follow formulas."""
     older = data.within(data.updates_behind[data.seq] != 0)
     if older.num_kept < FEW or not is_excessive(older):
         return []
@@ -365,11 +361,9 @@ def _exactly_explained(data: PairData) -> list[Finding]:
 
 
 def _is_learned(data: PairData, finding: Finding) -> bool:
-    """Return True if the updates themselves can cause what a formula explains.
-
-    A policy that becomes sharper looks like a temperature: pass a's logits then grow with each update by at least a
-    quarter of the factor found. An unknown unit is learned, too, if rows scored with equal weights do not show it.
-    """
+    """Return True if the updates themselves can cause what a formula explains: a sharper policy looks like a temperature
+    if pass a's logits grow with each update by at least a quarter of the factor found, and an unknown unit is learned if
+    rows scored with equal weights do not show it."""
     if finding.numbers.get("unit") in ("curve", "factor", "floor"):
         fresh = data.within(data.updates_behind[data.seq] == 0)
         return fresh.num_kept >= FEW and not is_excessive(fresh)
@@ -392,10 +386,10 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
     if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
     off, allowed = nobodys(part), allowed_noise(part)
-    shown = {str(value) for name, value in found[0].numbers.items() if name in ("feature", "column")}
-    for place in places(part):
-        is_all = off.any() and (off & place.inside).sum() > 0.9 * off.sum()
-        if is_all and place.level_outside < allowed / 2 and place.mean_ratio > 10 and place.feature not in shown:
+    shown = [found[0].numbers.get("feature"), found[0].numbers.get("column")]
+    for place in places(part) if off.any() else ():
+        is_all = (off & place.inside).sum() > 0.9 * off.sum() and place.level_outside < allowed / 2
+        if is_all and place.mean_ratio > 10 and place.feature not in shown:
             numbers: dict[str, Number] = {f"within_{name}": value for name, value in place.numbers.items()}
             return [replace(found[0], numbers=found[0].numbers | numbers), *found[1:]]
     return list(found)
@@ -404,15 +398,12 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
     """Add to the first finding the step at which the fault begins, or the few steps to which it is confined."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
-    there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
-    without = np.setdiff1d(every, there)
+    there, when = np.unique(steps[tokens]), dict[str, Number]()
+    without = np.setdiff1d(steps[data.keep], there)
     by_chance = float(tokens.sum()) * len(without) / max(len(there), 1)
-    if by_chance < 5 or found[0].since is not None:
-        return list(found)
-    when: dict[str, Number] = {}
-    if there.min() > without.max():
+    if by_chance >= 5 and found[0].since is None and there.min() > without.max():
         when = {"since_step": int(there.min())}
-    elif len(there) <= 5:
+    elif by_chance >= 5 and found[0].since is None and len(there) <= 5:
         when = {"in_steps": ", ".join(map(str, there))}
     return [replace(found[0], numbers=when | found[0].numbers), *found[1:]]
 
@@ -434,8 +425,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the explanations of the whole mismatch that its location does not refute. If one place contains nearly all
-    tokens that rounding cannot explain, and the sides agree elsewhere, only explanations that predict values remain."""
+    """Return the explanations of the whole mismatch that its location does not refute: only those that predict values if
+    one place contains nearly all tokens that rounding cannot explain, and the sides agree elsewhere."""
     off, error = nobodys(data), logit_error(data)
     for inside in (each.tokens[data.keep] for each in placed if each.gain > MIN_GAIN_NATS):
         is_all = inside.mean() < MAX_COVERED and (off & inside).sum() > 0.95 * off.sum() > 0
@@ -482,15 +473,13 @@ def _is_part(place: Finding) -> bool:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, or a simpler one with at least half that gain. None if the largest
-    gain is too small."""
+    """Return the explanation with the largest gain, or a simpler one with at least half. None if the gain is too small."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
 
     def is_predicted(one: Hypothesis) -> bool:
         return any((one.tokens & each.tokens).sum() > 0.6 * one.tokens.sum() for each in predicted)
 
-    unrelated = values.UNRELATED.code
-    found = [e for e in found if e.finding.code != unrelated or e.left is not None or not is_predicted(e)]
+    found = [e for e in found if e.finding.code != values.UNRELATED.code or e.left is not None or not is_predicted(e)]
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
@@ -509,20 +498,17 @@ def _without(data: PairData, found: Sequence[Hypothesis | Finding]) -> PairData:
 def _is_told(data: PairData, place: Where) -> bool:
     """Return True if rounding explains the mismatch outside a place, but not the mismatch inside it.
 
-    If the place is a writer, contract or setting, a mismatch three times as large inside as outside is enough, because
-    rounding does not depend on these.
+    Rounding does not depend on a writer, contract or setting, so there, three times the mismatch outside is enough.
     """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
         return False
     inside = level(data.within(place.inside))
-    recorded = (*data.sample.settings, "writer_a", "writer_b", "contract_a", "contract_b")
-    if place.feature in recorded:
+    if place.feature in (*data.sample.settings, "writer_a", "writer_b", "contract_a", "contract_b"):
         return inside > allowed / 8 and place.mean_ratio > 3
     is_off = place.mean_ratio > 3 and float(off[place.inside].mean()) > 0.2
-    if is_above(data) or kinds.is_fault(data) or is_off:
-        return True
-    return inside > allowed / 2 and place.ratio > 5 and data.num_kept >= FEW_TOKENS
+    is_large = inside > allowed / 2 and place.ratio > 5 and data.num_kept >= FEW_TOKENS
+    return is_large or is_off or is_above(data) or kinds.is_fault(data)
 
 
 def _places(data: PairData) -> list[Hypothesis]:
@@ -539,8 +525,7 @@ def _places(data: PairData) -> list[Hypothesis]:
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if the mismatch is larger than rounding can explain, overall or at some tokens, or correlates with
-    something that does not affect rounding."""
+    """Return True if rounding cannot explain the mismatch's size, overall or at some tokens, or what it correlates with."""
     return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or kinds.is_fault(data))
 
 
@@ -558,7 +543,9 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
     is_subset = place.code == kinds.SUBSET.code
     if not is_subset and cause is not None:
-        return [_confined(data, cause, place, best.tokens)]
+        numbers = cause.numbers | {f"part_{name}": place.numbers.get(name) for name in ("feature", "kind", "values")}
+        numbers["part_sequences"] = len(np.unique(data.sample.seq[best.tokens & data.keep]))
+        return [replace(cause, numbers=numbers | {"part_of": len(np.unique(data.seq))})]
     if not is_subset:
         is_fixed = place.code in (kinds.ONE_PLACE.code, kinds.BOUNDARY.code) and not place.numbers.get("cause")
         return [place, *(each for each in (_state(data)[:1] if is_fixed else ()) if each.weight >= 0.4)]
@@ -571,14 +558,6 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
         cause = replace(cause, numbers=cause.numbers | {"since_step": place.since})
     is_likely = cause.code != kinds.COMPUTATION.code and cause.weight >= 0.6
     return [cause, place] if best.beside is not None or place.since is not None or is_likely else [place, cause]
-
-
-def _confined(data: PairData, cause: Finding, place: Finding, tokens: np.ndarray) -> Finding:
-    numbers = {f"part_{name}": place.numbers.get(name) for name in ("feature", "kind", "values")}
-    rows = np.unique(data.sample.seq[tokens & data.keep])
-    return replace(
-        cause, numbers={**cause.numbers, **numbers, "part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
-    )
 
 
 def _left(data: PairData) -> list[Finding]:
@@ -611,5 +590,4 @@ def _expected(data: PairData, finding: Finding, *, is_quantised: bool) -> Findin
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
         most = allowed * (4 * MAX_EXCESS if is_quantised else 1)
         return replace(finding, is_expected=bool(not same.any() or np.median(np.abs(data.d[same])) <= most))
-    is_small = finding.signal == "contract" and level(data) <= 4 * MAX_EXCESS * allowed
-    return replace(finding, is_expected=is_small)
+    return replace(finding, is_expected=finding.signal == "contract" and level(data) <= 4 * MAX_EXCESS * allowed)

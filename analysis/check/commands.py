@@ -27,11 +27,8 @@ def sql_of(trace: str, query: str) -> Advice:
 
 def tokens(data: PairData, where: str = "mask", order: str = "step, seq_id, position LIMIT 40") -> Advice:
     where = where.replace("{", "{{").replace("}", "}}")
-    return sql(
-        data,
-        "SELECT step, seq_id, position, token_id, mask, logprob_a, logprob_b, d FROM {pair} "
-        f"WHERE {where} ORDER BY {order}",
-    )
+    columns = "step, seq_id, position, token_id, mask, logprob_a, logprob_b, d"
+    return sql(data, f"SELECT {columns} FROM {{pair}} WHERE {where} ORDER BY {order}")
 
 
 def far_tokens(data: PairData) -> Advice:
@@ -89,11 +86,9 @@ def by_column(data: PairData, column: str) -> Advice:
         return stats(data, "sequence")  # computed columns, such as a row's index in its group, are in no table
     asked = _COLUMNS.get(name, name)
     asked = asked if " " in asked else f"{table}.{asked}"
-    return sql(
-        data,
-        f"SELECT {asked}, count(*) AS num_sequences, sqrt(sum(rms_d * rms_d * num_tokens) / sum(num_tokens)) AS rms_d "
-        f"FROM {{sequences}} JOIN {table} USING (run, step, seq_id){passed} GROUP BY 1 ORDER BY 3 DESC",
-    )
+    shown = f"{asked}, count(*) AS num_sequences, sqrt(sum(rms_d * rms_d * num_tokens) / sum(num_tokens)) AS rms_d"
+    rows = f"{{sequences}} JOIN {table} USING (run, step, seq_id){passed}"
+    return sql(data, f"SELECT {shown} FROM {rows} GROUP BY 1 ORDER BY 3 DESC")
 
 
 def weights_replay(data: PairData) -> Advice:

@@ -81,10 +81,9 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
 
 def _values(run: DataRows) -> Iterator[DataFinding]:
     rows, by_token = run.rows, run.rows["is_per_token"]
-    if (lost := rows["lost_reward"]).any():
-        yield from run.find("not_finite", lost, column="reward", explanation="", notice=_are_excluded(run, lost))
-    if (lost := rows["lost_advantage"]).any():
-        yield from run.find("not_finite", lost, column="advantage", explanation=_nan_source(run, lost))
+    lost, lost_too = rows["lost_reward"], rows["lost_advantage"]
+    yield from run.find("not_finite", lost, column="reward", explanation="", notice=_are_excluded(run, lost))
+    yield from run.find("not_finite", lost_too, column="advantage", explanation=_nan_source(run, lost_too))
     for end in ("first", "last"):
         zeros = rows[f"zeros_{end}"]
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
@@ -113,7 +112,7 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     is_known = (count_of(run.cell) > 2) & (mean_of(run.cell, 1.0 * np.isfinite(rows["reward"])) == 1)
     text = "; the other rewards in the group are equal, so these advantages were probably divided by a standard deviation that is only a rounding error"
-    numbers["explanation"] = text if (is_known & np.isnan(run.left_out))[extreme].all() else ""
+    numbers["explanation"] = text * bool((is_known & np.isnan(run.left_out))[extreme].all())
     yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)
 
 
@@ -131,9 +130,8 @@ def _are_excluded(run: DataRows, lost: np.ndarray) -> bool:
 def _nan_source(run: DataRows, lost: np.ndarray) -> str:
     """Describe the NaN rewards in the groups or steps of `lost` advantages ([N] bool). Empty if some have none."""
     names, parts, is_given = run.parts
-    sources = {"reward": run.rows["lost_reward"]} | {
-        name: is_given & ~np.isfinite(values) for name, values in zip(names, parts.T, strict=True)
-    }
+    sources = {"reward": run.rows["lost_reward"]}
+    sources |= {name: is_given & ~np.isfinite(values) for name, values in zip(names, parts.T, strict=True)}
     for (name, is_nan), (scope, cell) in itertools.product(sources.items(), (("group", run.cell), ("step", run.at))):
         reached = (mean_of(cell, 1.0 * is_nan) > 0) & ((run.labels > 0) | (scope == "step"))
         if reached[lost].all() and (mean_of(cell, 1.0 * lost)[reached] > 0).all():
@@ -143,8 +141,7 @@ def _nan_source(run: DataRows, lost: np.ndarray) -> str:
 
 
 def _turns(run: DataRows) -> Iterator[DataFinding]:
-    """Find turns whose advantage differs from that of a later turn in the same conversation, although only its last
-    turn has a reward, or all turns have the same one."""
+    """Find turns whose advantage differs from a later turn's, although only the last turn has a reward, or all the same."""
     row, later = run.continued
     reward = np.nan_to_num(run.rows["reward"])
     if run.is_per_token or (reward[row].any() and not np.array_equal(reward[row], reward[later])):
@@ -155,11 +152,6 @@ def _turns(run: DataRows) -> Iterator[DataFinding]:
     yield from run.find("turns_differ", differs, rows=row, explanation=text, notice=True)
 
 
-def _after_last(differs: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Return [N] bool: True for rows after the last step in which `differs` ([N] bool) is True for any row."""
-    return np.asarray(at > at[differs].max(initial=-1))
-
-
 def _rewards(run: DataRows) -> Iterator[DataFinding]:
     """Find rewards that are constant, or constant within groups, from some step on."""
     rewards, at = run.rows["reward"], run.at
@@ -168,7 +160,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
         return
     response, answer = run.rows["response"], run.rows["answer"]
     value = float(rewards[known][-1])
-    later = known & _after_last(known & (rewards != value), at)
+    later = known & (at > at[known & (rewards != value)].max(initial=-1))
     earlier = rewards[known & ~later]
     # Only distinct responses are evidence: a collapsed policy repeats one response and always earns the same reward.
     num_later = len(np.unique(answer[later & (response > 0)]))
@@ -190,7 +182,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
         if min(num, len(np.unique(cell[varies]))) >= 8 and elsewhere < 0.01:
             affected = np.isin(np.arange(len(at)), asked[alike])
             yield from run.find("rewards_of_groups", affected, num_groups=num, value=value, notice=True)
-    within = _after_last(differs, at[asked])
+    within = at[asked] > at[asked][differs].max(initial=-1)
     if not within.any():
         return
     kind = np.unique(response[asked], return_inverse=True)[1]
@@ -271,8 +263,7 @@ _TEXT_NATS = 30.0
 
 
 def _texts(run: DataRows) -> Iterator[DataFinding]:
-    """Find rewards that depend on other rows' responses (number of tokens, frequent tokens, finish reason), and not on
-    those of their own rows, by linear regression within groups."""
+    """Find rewards that depend on other rows' responses (length, frequent tokens, finish reason) but not on their own's."""
     steps = run.steps if run.sample is None else np.unique(run.sample.steps)
     reward, asked = run.rows["reward"], (run.rows["response"] > 0) & np.isin(run.rows["step"], steps)
     num = int(np.isfinite(reward[asked]).sum())
@@ -314,8 +305,7 @@ def _texts(run: DataRows) -> Iterator[DataFinding]:
     recorded, num = explained(np.arange(len(reward)))
     if num < 100 or recorded > 2 * x.shape[1] / num + 0.02:
         return
-    in_group = int(np.median(count_of(run.cell)))
-    moves = shifted(run.at, in_group=in_group)
+    moves = shifted(run.at, in_group=int(np.median(count_of(run.cell))))
     shares = {name: explained(place)[0] for name, place in moves.items() if (place >= 0).mean() > 0.5}
     best = max(shares, key=shares.__getitem__)
     share, _ = explained(moves[best], is_held_out=True)
@@ -328,16 +318,8 @@ _SHUFFLE = r"^(?!.*(actor|critic|policy|batch|val|eval|test)).*shuffle"
 """Settings that shuffle the training data, not validation data or the mini-batches of an update."""
 
 
-def _log_chance(epoch: list[frozenset[int]], num_epochs: int) -> float:
-    """Return the log probability that `num_epochs` shuffled epochs all divide the prompts into the same batches in the
-    same order as `epoch`."""
-    orders = math.lgamma(len(frozenset().union(*epoch)) + 1) - sum(math.lgamma(len(batch) + 1) for batch in epoch)
-    return -orders * num_epochs
-
-
 def _restarts(run: DataRows) -> Iterator[DataFinding]:
-    """Find steps that all have the same prompts, epochs in the same order although a setting shuffles them, and a
-    resumed attempt that repeats the run's first prompts."""
+    """Find steps that all have the same prompts, epochs that are not shuffled, and resumed attempts that start again."""
     prompt = run.rows["prompt"]
     if not prompt.all():
         return
@@ -349,7 +331,10 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
     shuffled = "" if run.setting(_SHUFFLE, r"^(false|0(\.0)?)$") else run.switched_on(_SHUFFLE)
     period = len({*sets})
     is_epoch = 2 <= period <= len(sets) // 2 and sets[period:] == sets[:-period]
-    if shuffled and is_epoch and _log_chance(sets[:period], len(sets) // period - 1) < CHANCE:
+    # Log of the number of ways to divide an epoch's prompts into such batches: a shuffle seldom repeats one.
+    num_prompts = len(frozenset().union(*sets[:period]))
+    orders = math.lgamma(num_prompts + 1) - sum(math.lgamma(len(batch) + 1) for batch in sets[:period])
+    if shuffled and is_epoch and -orders * (len(sets) // period - 1) < CHANCE:
         numbers: dict[str, Any] = {"setting": shuffled, "period": period, "start": int(run.steps[period])}
         yield from run.find("prompts_unshuffled", np.arange(len(sets)) >= period, run.steps, **numbers)
     known = attempts(run.database)
@@ -368,14 +353,12 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
 
 _LIMIT = "max_(new_)?tokens|max_(completion|response)_length|(rollout_|generate_)max_(response_)?len|max_gen(eration)?_len(gth)?"
 _DECLARED = {
-    **{name: name for name in SAMPLING}, "max_tokens": _LIMIT,
+    **dict(zip(SAMPLING, SAMPLING, strict=True)), "max_tokens": _LIMIT,
     "rows": r"num_generations(_per_prompt)?|(num_|n_)?samples_per_prompt|n_samples|group_size|rollouts_per_(example|prompt)|rollout[./]n",
 }  # fmt: skip
 """What rows show -> the last part of the names under which frameworks set it."""
-_NOT_TRAINING = r"(^|[./_])(val|eval|test|valid|teacher|distil\w*|draft|reward|rm[./_]|judge|grader|verifier|critic|simulat|quant|awq|gptq|generation_config)"
-_MASKS_TRUNCATED = (
-    r"(^|[./])(mask_truncated\w*|(apply_)?overlong_filter(ing)?|(filter|exclude)_truncated(?!\w*prompt)\w*)$"
-)
+_NOT_TRAINING = r"^(?!.*(^|[./_])(val|eval|test|valid|teacher|distil\w*|draft|reward|rm[./_]|judge|grader|verifier|critic|simulat|quant|awq|gptq|generation_config))"
+_MASKS_CUT = r"(^|[./])(mask_truncated\w*|(apply_)?overlong_filter(ing)?|(filter|exclude)_truncated(?!\w*prompt)\w*)$"
 _SEVERAL = 3
 """Minimum number of rows or groups that contradict a setting."""
 _Contradiction = tuple[str, str, np.ndarray]
@@ -393,16 +376,8 @@ def _settings(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
-    """Compare settings of sampling with the rows' sampling columns and the groups' sizes, where both are the same in
-    the whole run."""
-    given = {
-        name: {
-            key: value
-            for key, value in run.numbers(rf"(^|[./])({pattern})$").items()
-            if not re.search(_NOT_TRAINING, key)
-        }
-        for name, pattern in _DECLARED.items()
-    }
+    """Compare settings with sampling columns and group sizes, if both are the same in the whole run."""
+    given = {name: run.numbers(rf"{_NOT_TRAINING}.*(^|[./])({pattern})$") for name, pattern in _DECLARED.items()}
     given = {name: each for name, each in given.items() if len({*each.values()}) == 1}
     if not given:
         return
@@ -420,15 +395,11 @@ def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
         num = len(np.unique(run.cell[there])) if name == "rows" else len(values)
         if num < _SEVERAL or np.ptp(values) > 0 or min(declared, values[0]) <= 0:
             continue
-        if abs(values[0] - declared) <= 1e-6 * declared:
-            continue
-        what = f"the rows' {name} is {values[0]:g}"
-        if name == "rows":
-            # 1 is a default, and other options may multiply the rows.
-            if declared == 1 or (values[0] < declared and not _are_centred(run)):
-                continue
-            what = f"each group has {values[0]:g} rows"
-        yield f"{key} = {declared:g}", what, there
+        # 1 is a default of the number of rows, and other options may multiply them.
+        is_default = name == "rows" and (declared == 1 or (values[0] < declared and not _are_centred(run)))
+        if abs(values[0] - declared) > 1e-6 * declared and not is_default:
+            what = f"each group has {values[0]:g} rows" if name == "rows" else f"the rows' {name} is {values[0]:g}"
+            yield f"{key} = {declared:g}", what, there
 
 
 def _has_turns(run: DataRows) -> bool:
@@ -443,8 +414,7 @@ def _are_centred(run: DataRows) -> bool:
     """Return True if the advantages of nearly all groups have the mean 0, as those of complete groups do."""
     advantage, size = run.rows["advantage"], rms_of(run.cell, run.rows["advantage"])
     known = np.isfinite(size) & (size > 0)
-    is_centred = np.abs(mean_of(run.cell, advantage)) < CLOSE * size
-    return bool(known.any() and is_centred[known].mean() > 0.95)
+    return bool(known.any() and (np.abs(mean_of(run.cell, advantage)) < CLOSE * size)[known].mean() > 0.95)
 
 
 def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
@@ -452,16 +422,14 @@ def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     rows, advantage = run.rows, run.rows["advantage"]
     # Rows without an advantage do not train, if others have one.
     in_loss = (rows["loss_length"] > 0) & (np.isfinite(advantage) | ~np.isfinite(advantage).any())
-    if setting := run.switched_on(_MASKS_TRUNCATED):
-        cut = in_loss & (advantage != 0) & (run.ended == "length")
-        if cut.sum() >= _SEVERAL:
-            yield setting, f"{cut.sum():,} truncated rows have tokens in the loss and an advantage", cut
-    by_others = run.setting(r"filter_groups[./]metric$", r"^(?!.*(reward|score))")
+    cut = in_loss & (advantage != 0) & (run.ended == "length")
+    if (setting := run.switched_on(_MASKS_CUT)) and cut.sum() >= _SEVERAL:
+        yield setting, f"{cut.sum():,} truncated rows have tokens in the loss and an advantage", cut
     setting = run.switched_on(_FILTER)
-    if not setting or by_others:
+    if not setting or run.setting(r"filter_groups[./]metric$", r"^(?!.*(reward|score))"):
         return
     # If rewards are equal but advantages are not 0, only a part of the group was recorded, or the reward was adjusted.
-    cell, reward = run.cell, np.where(np.isfinite(rows["reward"]), rows["reward"], np.nan)
+    cell, reward = run.cell, run.reward
     size = np.abs(np.where(np.isfinite(advantage), advantage, 0.0))
     differs = ~(np.abs(reward - mean_of(cell, reward)) <= TINY) | (size > CLOSE * rms_of(run.at, size))
     varies = mean_of(cell, 1.0 * differs) > 0
@@ -473,11 +441,9 @@ def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
 def _penalties(run: DataRows) -> Iterator[DataFinding]:
     """Find rewards without the length penalty that the settings of verl's DAPO reward manager declare."""
     name = r"overlong_buffer(_cfg)?[./]"
-    if not (setting := run.switched_on(name + "enable$")):
-        return
-
+    setting = run.switched_on(name + "enable$")
     buffer, longest = run.number(name + "len$"), run.number("max_resp_len$") or run.number("max_response_length$")
-    if not buffer or not longest or run.number(name + "penalty_factor$") == 0:
+    if not setting or not buffer or not longest or run.number(name + "penalty_factor$") == 0:
         return
     reward, excess = run.rows["reward"], run.rows["length"] - (longest - buffer)
     known = np.isfinite(reward)
@@ -594,21 +560,18 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
         if not wrong and table == "sequences":  # the mean covers all rows, so the smallest and largest values do, too
             whole = [name for name, by in fitting if not by and not found[name, by][2] and "mean" in name]
             values = run.rows["reward" if column == "reward" else "length"]
-            of_groups = split_steps(run.at, mean_of(run.cell, values))
-            kept = np.isin(run.steps, steps)
-            for kind, own, extreme in zip(("min", "max"), extremes, (np.fmin, np.fmax), strict=True):
-                of_means = np.array([extreme.reduce(part) for part in of_groups])[kept]
-                named = [name.replace("mean", kind) for name in whole]
-                yield from _extremes(run, logged, named, steps, own, of_means, extreme)
+            yield from _extremes(run, logged, whole, steps, values, extremes)
 
 
 def _extremes(
-    run: DataRows, logged: dict[tuple[str, int], float], names: list[str], steps: np.ndarray, own: np.ndarray, of_means: np.ndarray,
-    extreme: np.ufunc,
+    run: DataRows, logged: dict[tuple[str, int], float], names: list[str], steps: np.ndarray, values: np.ndarray, extremes: list[np.ndarray],
 ) -> Iterator[DataFinding]:  # fmt: skip
-    """Compare logged extremes with those of the rows at each step (`own`, [S]) and since the previous logged value, and
-    with those of the groups' means (`of_means`, [S]), which prime-rl logs."""
-    for name in names:
+    """Compare logged extremes with `extremes` of the rows at each step ([S] each) and since the previous logged value, and
+    with those of the groups' means, which prime-rl logs. `names` are those of the logged means."""
+    of_groups, kept = split_steps(run.at, mean_of(run.cell, values)), np.isin(run.steps, steps)
+    kinds = zip(("min", "max"), extremes, (np.fmin, np.fmax), strict=True)
+    for (kind, own, extreme), of_mean in itertools.product(kinds, names):
+        name, of_means = of_mean.replace("mean", kind), np.array([extreme.reduce(part) for part in of_groups])[kept]
         value = np.array([logged.get((name, int(step)), np.nan) for step in steps])
         ends, distance = _distance(value, own)
         if not len(ends):
@@ -624,8 +587,7 @@ def _extremes(
 
 
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Return the steps ([S] bool) at which the logged value contradicts the mean over the rows, and whether the logged
-    values seem to be averages over other rows."""
+    """Return the steps ([S] bool) whose logged value contradicts the rows' mean, and whether other rows seem averaged."""
     ends, distance = _distance(value, mean)
     off = distance > 1e-3 * np.abs(mean).max()
     at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
@@ -638,15 +600,15 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
 
 
 def _distance(value: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the steps with a logged value, and its distance from the step's mean or from the mean over
-    all steps since the previous logged value, whichever is smaller."""
+    """Return the indices of the steps with a logged value, and its distance from the step's mean or, if smaller, from
+    the mean since the previous one."""
     ends = np.flatnonzero(np.isfinite(value))
     since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
     return ends, np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
 
 
 def _is_exact(value: np.ndarray, mean: np.ndarray) -> bool:
-    """Return whether all logged values equal the means, apart from rounding to a few decimals."""
+    """Return True if all logged values equal the means, apart from rounding to a few decimals."""
     ends, distance = _distance(value, mean)
     digits = next((num for num in range(5) if np.allclose(np.round(value[ends], num), value[ends], 0.0, 1e-9)), 9)
     return bool((distance <= max(3e-3 * np.abs(mean).max(), 0.51 * 10.0**-digits)).all())
@@ -705,12 +667,9 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
         for step, size in run.database.connection.execute(_AT_START).fetchall() if name == REFERENCE else ():
             if (size or 0.0) > _OTHER_WEIGHTS and not moved:
                 data = _other_pass(run.database, name, f"{step}:{step}")
-                known = [f"because {TEMPERATURE.sentence(each.finding)}" for each in find_temperature(data)]
-                what, text = (
-                    ("other temperature", known[0])
-                    if known
-                    else ("other weights or inputs", _WEIGHTS + _place_text(run, data))
-                )
+                what, text = "other weights or inputs", _WEIGHTS + _place_text(run, data)
+                for each in find_temperature(data):
+                    what, text = "other temperature", f"because {TEMPERATURE.sentence(each.finding)}"
                 find = partial(run.find, name=name, what=what, when="before the first update, ", explanation=text)
                 yield from find("reference_apart", run.at >= 0, notice=True, size=size)
 
@@ -780,19 +739,15 @@ def _other_pass(database: Database, name: str, steps: str) -> PairData:
 
 
 def _pair_data(database: Database, sample: Sample) -> PairData:
-    return PairData(
-        trace=database.given[0], sample=sample, sums=PairSums(steps=np.zeros(0), columns={}), contracts={}, passes=[],
-        has_weights=False, is_import=False, model={}, keep=sample.compared,
-    )  # fmt: skip
+    sums = PairSums(steps=np.zeros(0), columns={})
+    return PairData(trace=database.given[0], sample=sample, sums=sums, keep=sample.compared)
 
 
 def _place_text(run: DataRows, first: PairData) -> str:
     """Describe the place in the run where the reference differs most. Empty if none stands out at the `first` step."""
-    if not places(first):
-        return ""
-    data = _other_pass(run.database, "reference", run.database.steps)
-    place = next((each for each in places(data) if each.feature not in BY_TIME), None)
-    if place is None:
+    data = _other_pass(run.database, "reference", run.database.steps) if places(first) else None
+    place = next((each for each in (places(data) if data else ()) if each.feature not in BY_TIME), None)
+    if data is None or place is None:
         return ""
     inside, rest = (float(np.abs(data.d[there]).mean()) for there in (place.inside, ~place.inside))
     there = f"{where_text(place.numbers)} ({place.inside.mean():.0%} of the tokens)"
@@ -801,10 +756,9 @@ def _place_text(run: DataRows, first: PairData) -> str:
 
 def _moved(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
     """Find a pass whose values belong to other tokens from some step on, provided that train matches rollout."""
-    if run.sample is not None:
-        sides, compared = (run.sample.a, run.sample.b), run.sample.compared
-        if pearson(*(side.logprobs[compared] for side in sides)) < 0.5:
-            return
+    own = run.sample
+    if own is not None and pearson(own.a.logprobs[own.compared], own.b.logprobs[own.compared]) < 0.5:
+        return
     found: dict[int, tuple[str, str, float] | None] = {}
     for _ in range(2):  # the second round narrows down the first bad step
         step_of = data.sample.steps[data.seq]
@@ -823,8 +777,7 @@ def _moved(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
 
 
 def _place_of(data: PairData) -> tuple[str, str, float] | None:
-    """Describe how the other pass's values are misplaced: a short text, a long one, and the mean |d| (nats). None if
-    they are not misplaced."""
+    """Describe how the other pass's values are misplaced, if they are: in short, in full, and the mean |d| (nats)."""
     size = float(np.abs(data.d).mean())
     if size < MIN_OFF_NATS or pearson(data.a, data.b) > 0.5:
         return None
@@ -859,11 +812,10 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
         equal = [row for row in rows if row[1]]
         if 2 * len(equal) <= len(rows):
             continue
-        step, is_equal = (np.array(column) for column in list(zip(*rows, strict=True))[:2])
+        step, is_equal = (np.array([row[at] for row in rows]) for at in (0, 1))
         find = partial(run.find, affected=is_equal, steps=step, a=a, b=b, num_tokens=sum(row[2] for row in equal))
         if a == "reference":
-            if len(equal) == len(rows) >= 3:
-                yield from find("reference_is_policy", num_steps=len(rows), notice=True)
+            yield from find("reference_is_policy", least=max(len(rows), 3), num_steps=len(rows), notice=True)
             continue
         *_, is_reused, lag, contract_a, contract_b = max(equal, key=lambda row: row[4])
         dtypes = [{*re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(key)))} for key in (contract_a, contract_b)]
@@ -920,10 +872,10 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight)
 
     given = str(run.settings.get("reward_weights", ""))
-    listed, declared = re.findall(_NUMBER, given), dict(re.findall(rf"([\w./-]+)\W+({_NUMBER})", given))
+    listed, pairs = re.findall(_NUMBER, given), re.findall(rf"([\w./-]+)\W+({_NUMBER})", given)
     if given.startswith("[") and len(listed) == len(names):  # TRL lists weights in the functions' order
-        declared = dict(zip(names, listed, strict=True))
-    declared = {name: float(number) for name, number in declared.items()}
+        pairs = [*zip(names, listed, strict=True)]
+    declared = {name: float(number) for name, number in pairs}
     recorded = np.array([declared.get(name, np.nan) for name in names])
     if (weights := weights_of(reward)) is not None:
         used = np.abs(parts[there]).max(axis=0) > 0
@@ -934,15 +886,15 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
             numbers: dict[str, Any] = {"explanation": text(weights), "contrast": contrast, "notice": not is_off}
             yield from find("rewards_weighted", step > -1, **numbers)
         return
-    is_exact_at_ends = all(weights_of(reward, step == end) is not None for end in (step.min(), step.max()))
-    for since in np.unique(step)[1:] if is_exact_at_ends else ():
+    steps, at = np.unique(step, return_inverse=True)
+    is_exact_at_ends = all(weights_of(reward, step == end) is not None for end in (steps[0], steps[-1]))
+    for since in steps[1:] if is_exact_at_ends else ():
         before, after = weights_of(reward, step < since), weights_of(reward, step >= since)
         if before is not None and after is not None:
-            contrast = f"but {text(before)} at earlier steps"
-            numbers = {"explanation": text(after), "contrast": contrast, "notice": not declared}
-            yield from find("rewards_weighted", step >= since, **numbers)
+            numbers = {"explanation": text(after), "contrast": f"but {text(before)} at earlier steps"}
+            yield from find("rewards_weighted", step >= since, notice=not declared, **numbers)
             return
-    for name, place in shifted(np.unique(step, return_inverse=True)[1]).items():
+    for name, place in shifted(at).items():
         if weights_of(np.append(reward, np.nan)[place]) is not None:
             shift = f"a weighted sum of the reward functions only with {name}"
             yield from find("rewards_differ", step > -1, explanation=shift)
@@ -960,23 +912,18 @@ _PENALTY = re.compile(r"(?i)penal|overlong|repeti")
 
 
 def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
-    """Find reward functions that count masked tokens or give all truncated rows the same value, and groups that a
-    filter kept although only one reward function varies in them."""
+    """Find reward functions that count masked tokens, treat truncated rows alike, or alone keep groups from a filter."""
     names, parts, _ = run.parts
     length, loss_length = (np.nan_to_num(run.rows[name][rows]).astype(int) for name in ("length", "loss_length"))
     ended, cut = (run.ended[rows] == name for name in ("stop", "length"))
     has_tools = length > loss_length
-    varies = [np.nanstd(values) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
+    of_parts = dict(zip(names, parts[rows].T, strict=True))
+    varies = [np.nanstd(values) if np.isfinite(values).any() else 0.0 for values in of_parts.values()]
     # A penalty may never apply.
-    idle = [
-        name
-        for name, values in zip(names, parts[rows].T, strict=True)
-        if not values.any() and not _PENALTY.search(name)
-    ]
+    idle = [name for name, values in of_parts.items() if not values.any() and not _PENALTY.search(name)]
     if idle and any(varies):
-        text = " and ".join(idle)
-        yield from run.find("reward_function_constant", rows > -1, rows=rows, name=text, notice=True)
-    for name, values, deviation in zip(names, parts[rows].T, varies, strict=True):
+        yield from run.find("reward_function_constant", rows > -1, rows=rows, name=" and ".join(idle), notice=True)
+    for (name, values), deviation in zip(of_parts.items(), varies, strict=True):
         known = np.isfinite(values)
         if not deviation:
             continue
@@ -998,14 +945,11 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
             yield from run.find("rewards_of_truncated", same, rows=rows, name=name, value=value, notice=True)
     if len(names) < 2 or not (is_filtered := run.switched_on(_FILTER)):
         return
-    cell = numbered(run.labels[rows], run.at[rows])
-    differs = [
-        mean_of(cell, 1.0 * (np.abs(each - mean_of(cell, each)) > TINY)) > 0 for each in np.nan_to_num(parts[rows]).T
-    ]
-    for at, name in enumerate(names):
-        others = np.any(differs[:at] + differs[at + 1 :], axis=0)
-        alone = differs[at] & ~others
-        if others.any() and alone.sum() >= 0.1 * len(alone):
+    cell, filled = numbered(run.labels[rows], run.at[rows]), np.nan_to_num(parts[rows]).T
+    differs = np.array([mean_of(cell, 1.0 * (np.abs(each - mean_of(cell, each)) > TINY)) > 0 for each in filled])
+    for name, own in zip(names, differs, strict=True):
+        alone = own & (differs.sum(axis=0) == 1)
+        if (differs.sum(axis=0) > own).any() and alone.sum() >= 0.1 * len(alone):
             numbers: dict[str, Any] = {"num_groups": len(np.unique(cell[alone])), "name": name, "setting": is_filtered}
             yield from run.find("groups_differ_by_one", alone, rows=rows, notice=True, **numbers)
 
@@ -1072,9 +1016,8 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
     jumps = np.minimum.accumulate(np.abs(size[::-1]))[::-1][1:] > _KL_JUMP * np.maximum.accumulate(np.abs(size))[:-1]
     if not off.any() and jumps[2:-2].any():
         off, which = np.arange(len(known)) > np.argmax(jumps), "a different magnitude"
-    here, elsewhere = (
-        f"{np.median(size[each]):+.3g}" if each.any() else "negative, as for a penalty," for each in (off, ~off)
-    )
+    usual = "negative, as for a penalty,"
+    here, elsewhere = (f"{np.median(size[each]):+.3g}" if each.any() else usual for each in (off, ~off))
     is_lost = min(len(known), fails.sum()) > 4 and np.flatnonzero(holds)[-1] < np.argmax(fails)
     for affected, rule in (
         (np.isin(at, steps[known[off]]), f"a KL term with {which}: in units of the reward, the coefficient of the logprob difference train - reference is {here}, but {elsewhere} at other steps"),

@@ -82,10 +82,7 @@ def _certainty(score: float) -> float:
 
 def fades(data: PairData, inside: np.ndarray) -> tuple[float, float]:
     """Return by how much the log of the mismatch at `inside` ([K] bool) drops from the first to the last third of a
-    response, and the same in standard errors.
-
-    The effect of a different prompt fades along the response; that of different weights hardly does.
-    """
+    response (the effect of another prompt fades, that of other weights hardly does), and the same in standard errors."""
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
     along = data.position / np.maximum(data.sample.lengths[data.seq], 1)
@@ -98,9 +95,9 @@ def fades(data: PairData, inside: np.ndarray) -> tuple[float, float]:
 
 
 def error_structure(data: PairData) -> tuple[float, float, float]:
-    """Return the mean autocorrelation over _LAGS of log(|d| / (1 - p)) after subtracting the means per token id and per
-    step (high if neighbouring tokens have similar mismatches), the same after subtracting each sequence's mean (0 if
-    whole sequences are affected), and the z-score of the variance between sequences."""
+    """Return the mean autocorrelation over _LAGS of log(|d| / (1 - p)) without the means per token id and step (high if
+    neighbouring tokens have similar mismatches), the same without each sequence's mean (0 if whole sequences are
+    affected), and the z-score of the variance between sequences."""
     level = data.level_beyond_tokens.copy()
     known = np.isfinite(level)
     if known.sum() < 2 * max(_LAGS):
@@ -157,9 +154,9 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
 
 @once
 def along_movement(data: PairData) -> float:
-    """Return the correlation between d and the change in pass a's logprobs over the steps, in standard errors: positive
-    if pass b lags behind pass a, negative if pass a lags behind pass b, and 0 for fewer than three steps. Tokens are
-    compared within bigrams, after removing the dependence of d on the logprob."""
+    """Return the correlation between d and the change in pass a's logprobs over the steps, in standard errors: positive if
+    pass b lags behind pass a, negative if it is ahead, and 0 for fewer than three steps. Tokens are compared within
+    bigrams, after removing the dependence of d on the logprob."""
     sample = data.sample
     steps = sample.steps[data.seq].astype(float)
     if len(np.unique(steps)) < 3 or not data.num_kept:
@@ -182,7 +179,7 @@ class RepeatedTokens(NamedTuple):
     """Rms difference between pass a's logprobs of the same repeated token, converted to a logit error (nats)."""
     b: float = 0.0
     d: float = 0.0
-    """Rms d at the repeated tokens, converted to a logit error (nats)."""
+    """Rms d at the repeated tokens, as a logit error (nats)."""
 
 
 MIN_REPEATS = 20
@@ -202,27 +199,12 @@ def repeats(data: PairData) -> RepeatedTokens:
     return RepeatedTokens(True, *(float(np.sqrt(np.mean((x / data.scale[one]) ** 2) / 2)) for x in apart))
 
 
-class Frozen(NamedTuple):
-    side: str
-    """The side, `a` or `b`, whose logprobs of repeated tokens do not change."""
-    since: int
-    """First step from which they do not change."""
-    tokens: int
-    """Number of tokens that occurred with the same prefix at an earlier step, from `since` on."""
-    own: float
-    """Rms difference between the side's logprobs of the same token at two steps, converted to a logit error (nats)."""
-    other: float
-    """The same for the other side."""
-
-
-@once
-def frozen(data: PairData) -> Frozen | None:
-    """Return the side that gives the same tokens with the same prefix the same logprobs at different steps, while the
-    other side's logprobs change. None if there are fewer than MIN_REPEATS such tokens.
+def frozen(data: PairData) -> tuple[str, dict[str, Any]] | None:
+    """Return the side, `a` or `b`, that gives the same tokens with the same prefix the same logprobs from some step on,
+    while the other side's change, and their rms changes (logit errors in nats). None with too few such tokens.
 
     The other side must be deterministic within a step, because noise changes its logprobs without any update. The
-    first side must repeat its logprobs for most of the run, because an engine that is updated every few steps repeats
-    them in between.
+    first side must repeat its logprobs for most of the run, because an engine updated every few steps repeats some.
     """
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
     temperature = np.nan_to_num(data.sample.settings["temperature"])[data.seq]
@@ -237,11 +219,11 @@ def frozen(data: PairData) -> Frozen | None:
             break
         size = {side: float(np.sqrt(np.mean(values[inside] ** 2) / 2)) for side, values in apart.items()}
         for side, other in ("ba", "ab"):
-            is_frozen = (
-                size[side] < min(size[other] / 10, allowed_noise(data)) and getattr(twins, other) < size[other] / 2
-            )
+            is_still = size[side] < min(size[other] / 10, allowed_noise(data))
+            is_frozen = is_still and getattr(twins, other) < size[other] / 2
             if is_frozen and len(np.unique(steps[two][inside])) > 1:
-                return Frozen(side, int(since), int(inside.sum()), size[side], size[other])
+                moved = {"own": size[side], "moved": size[other]}
+                return side, {"since": int(since), "num_tokens": int(inside.sum()), **moved}
     return None
 
 
@@ -336,17 +318,13 @@ def growth(data: PairData) -> MismatchGrowth:
     return MismatchGrowth(first, later, int(known[above[0]]), is_sudden)
 
 
-class Onset(NamedTuple):
-    column: int
-    shape: str
-    """`event` if the onset is at a fixed response position, else `shards` if the mismatch decays and starts again at
-    twice the column, else `window`."""
-
-
 @once
-def onset(data: PairData) -> Onset | None:
-    """Return the token position from which the mismatch exceeds rounding, if there is one. It is counted from the start
-    of the response, of the prompt, or of the padding to the left of the prompt, whichever fits best."""
+def onset(data: PairData) -> tuple[int, str] | None:
+    """Return the token position from which the mismatch exceeds rounding, if there is one, and its shape: `event` at a
+    fixed response position, else `shards` if the mismatch decays and starts again at twice the position, else `window`.
+
+    It is counted from the start of the response, of the prompt, or of the prompt's left padding, whichever fits best.
+    """
     log, noise, num = levels(data), logit_error(data), data.num_kept
     total = data.position + data.sample.prompt_lengths[data.seq]
     padding = [np.nan_to_num(side.pad_left)[data.seq] for side in (data.sample.a, data.sample.b)]
@@ -371,33 +349,20 @@ def onset(data: PairData) -> Onset | None:
         share, at, column = found[0]
     if share < np.sum((log - log.mean()) ** 2) / 4 or np.median(noise[column < at]) > allowed_noise(data):
         return None
-    is_repeated = not is_event and min(begin, again) > 1.5 * end
-    return Onset(at, "event" if is_event else "shards" if is_repeated else "window")
+    return at, "event" if is_event else "shards" if min(begin, again) > 1.5 * end else "window"
 
 
-class RowParts(NamedTuple):
-    """Rows whose mismatch is at rounding level on one side of a token that differs from row to row."""
-
-    are_first: bool
-    """Whether the tokens before it differ."""
-    inside: np.ndarray
-    """Tokens that differ: the parts of such rows, and rows that differ throughout, [K] bool."""
-    num_rows: int
-    """Number of rows with such a token."""
-    num_whole: int
-    """Number of rows that differ throughout."""
-    high: float
-    """Median logit error of the tokens that differ, and of all others (nats)."""
-    low: float
-    cost: float
-    """Information in the places where rows change, and in the choice of rows (nats)."""
+FEW_SPLIT = 8
+"""Minimum number of rows that change at a token."""
 
 
-@once
-def parts_of_rows(data: PairData) -> RowParts | None:
-    """Split each row where the log of its mismatch changes most. Return None unless many rows change by a clear factor, in
-    the same direction, and hardly change otherwise, and only their other parts are at rounding level. (A mismatch that
-    fades has no such token.)"""
+def parts_of_rows(data: PairData) -> tuple[np.ndarray, bool, dict[str, Number], float] | None:
+    """Split each row where the log of its mismatch changes most. Return the tokens that differ ([K] bool: parts of such
+    rows, and whole rows), whether these parts come first, the number of either kind of row with the median logit errors
+    inside and outside (nats), and the information in the choice of splits and rows (nats).
+
+    None unless many rows change by a clear factor, in the same direction, and hardly change otherwise, and only their
+    other parts are at rounding level. (A mismatch that fades has no such token.)"""
     log, seq = levels(data), np.unique(data.seq, return_inverse=True)[1] if data.num_kept else data.seq
     joined = np.diff(seq) == 0
     if joined.sum() < FEW_SPLIT:
@@ -422,8 +387,7 @@ def parts_of_rows(data: PairData) -> RowParts | None:
     is_head = before < at[seq]
     inside = chosen[seq] & (is_head == are_first)
     ends = np.array([log[inside].mean(), log[chosen[seq] & ~inside].mean()])
-    row = np.bincount(seq, log) / np.bincount(seq)
-    whole = ~chosen & (row > ends.mean())
+    whole = ~chosen & (np.bincount(seq, log) / np.bincount(seq) > ends.mean())
     part = np.unique(np.stack([seq, is_head])[:, chosen[seq]], axis=1, return_inverse=True)[1]
     place = centred(before[chosen[seq]].astype(float), part)
     slope = float(place @ centred(log[chosen[seq]], part)) / max(float(place @ place), 1e-9)
@@ -436,18 +400,13 @@ def parts_of_rows(data: PairData) -> RowParts | None:
     if high < allowed_noise(data) / 2:
         return None  # rounding, which can grow where a router chose another expert
     cost = float(np.log(np.bincount(seq)[chosen]).sum() + len(first) * np.log(3))
-    return RowParts(are_first, inside, int(chosen.sum()), int(whole.sum()), high, low, cost)
-
-
-FEW_SPLIT = 8
-"""Minimum number of rows that change at a token."""
+    numbers: dict[str, Number] = {"num_rows": int(chosen.sum()), "of_rows": data.sample.num_sequences}
+    return inside, are_first, numbers | {"num_whole": int(whole.sum()), "high": high, "low": low}, cost
 
 
 def fall(data: PairData) -> int:
-    """Return the response position at which the mismatch falls at once by a third or more, or 0 if there is none.
-
-    Keys and values of older weights in a cache lose influence slowly. Weights that are replaced do so at once.
-    """
+    """Return the response position at which the mismatch drops at once by a third or more, as if weights were replaced
+    (older weights' keys and values in a cache lose influence slowly), or 0 if there is none."""
     log, width = levels(data), 3
     sums = np.stack([np.bincount(data.position, each) for each in (np.ones(len(log)), log, log**2)])
     sums = np.pad(np.cumsum(sums, axis=1), ((0, 0), (1, 0)))
@@ -464,8 +423,8 @@ def fall(data: PairData) -> int:
 
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
-    """Return the share of sequences that agree within rounding, and the indices of all other sequences. The share is 0
-    if the two groups hardly differ, or if no sequences clearly exceed rounding."""
+    """Return the share of sequences that agree within rounding, and the indices of all others. The share is 0 if the two
+    groups hardly differ, or if no sequences clearly exceed rounding."""
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
     rows, starts, num = np.unique(data.seq[order], return_index=True, return_counts=True)
@@ -560,14 +519,11 @@ def probabilities(data: PairData) -> dict[str, float]:
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that best separate `kind` from other kinds: the feature's name and value, and
-    whether the value is above the mean."""
+    """Return the REASONS that best separate `kind` from others: the feature, its value, and if it is above the mean."""
     fitted, measured = model(), features(data)
-    at = fitted.kinds.index(kind)
-    others = np.array([probabilities(data)[name] for name in fitted.kinds])
-    others[at] = 0.0
+    at, away = fitted.kinds.index(kind), fitted.distances(measured)
+    others = np.array([probabilities(data)[name] * (name != kind) for name in fitted.kinds])
     against = others @ fitted.coefficients / max(float(others.sum()), 1e-12)
-    away = fitted.distances(measured)
     worth = away * (fitted.coefficients[at] - against)
     order = [at for at in np.argsort(-worth) if worth[at] > 0.1 and fitted.features[at] in REASONS][:MAX_REASONS]
     return [(fitted.features[at], measured[fitted.features[at]], bool(away[at] > 0)) for at in order]
@@ -586,11 +542,10 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
     for reason in (f"reason_{at}" for at in range(MAX_REASONS) if f"reason_{at}" in numbers):
         value, phrase = numbers[f"{reason}_value"], REASONS[numbers[reason]][1 - numbers[f"{reason}_above"]]
         said.append(phrase.format(v=value, times=times_text(np.exp(abs(value))), **numbers))
-    where = ""
+    where, since = "", numbers.get("since")
     if numbers.get("feature"):
         rows = f"{numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
         where = f"; the affected tokens, {where_text(numbers)}, are in {rows} and have {times_text(numbers['ratio'])} times the mismatch of the rest"
-    since = numbers.get("since")
     return {
         "dtypes": dtypes_text(numbers),
         "reason_text": "".join(f"; {each}" for each in dict.fromkeys(said)), "where_text": where,

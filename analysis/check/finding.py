@@ -111,8 +111,7 @@ class Fault:
 # --- Explanations of a mismatch and their fit
 
 DEGREES = 3.0
-"""Degrees of freedom in the Student t distribution that models rounding errors. In healthy runs, rounding
-errors have no heavier tails."""
+"""Degrees of freedom of the Student t distribution of rounding errors, which have no heavier tails in healthy runs."""
 
 
 class Fit(NamedTuple):
@@ -122,11 +121,9 @@ class Fit(NamedTuple):
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
-    """Fit a mixture of rounding errors (Student t) and unexplained errors (Laplace) to residuals ([K] nats).
-
-    Rounding errors have scale sigma * `scale`, with sigma at most `most` nats. `values` is the error from rounding the
-    recorded logprobs and is added in quadrature.
-    """
+    """Fit a mixture of rounding errors (Student t, with scale sigma * `scale` and sigma at most `most` nats) and
+    unexplained errors (Laplace) to residuals ([K] nats). `values`, the recorded logprobs' rounding error, is added in
+    quadrature to the former."""
     size = np.abs(residual)
     if not len(size):
         return Fit(FLOOR_NATS, 0.0)
@@ -178,11 +175,9 @@ def max_flip(data: PairData) -> float:
 
 @once
 def nobodys(data: PairData) -> np.ndarray:
-    """Return the tokens ([K] bool) whose d is too large to be a rounding error, at a false discovery rate of 0.1%.
-
-    Rounding errors are assumed to follow a t distribution with six degrees of freedom. Its scale is measured, and
-    clamped to between 1/6 and MAX_EXCESS times `allowed_noise`.
-    """
+    """Return the tokens ([K] bool) whose d is too large to be a rounding error, at a false discovery rate of 0.1%. Rounding
+    errors are assumed to follow a t distribution with six degrees of freedom, and a scale that is measured, and clamped
+    to between 1/6 and MAX_EXCESS times `allowed_noise`."""
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
@@ -216,11 +211,9 @@ class Hypothesis:
     left: float | None = None
     """Share of rms d at `tokens` that the prediction leaves unexplained. None if no sizes are predicted."""
     rank: int = 0
-    """Complexity: fewer parameters mean a lower rank. Of all hypotheses with at least half the best gain, the one with
-    the lowest rank wins."""
+    """Complexity: of all hypotheses with at least half the best gain, the one with the lowest rank wins."""
     right: np.ndarray | None = None
-    """[N] d after correcting the fault, for example by moving values or converting units. None if it cannot be
-    corrected."""
+    """[N] d after correcting the fault, e.g. moving values or converting units. None if it cannot be corrected."""
     place: Where | None = None
     beside: Finding | None = None
     """Finding that reports `place` itself, if the explanation applies only there."""
@@ -235,11 +228,8 @@ def certain(finding: Finding, gain: float = float("inf")) -> Hypothesis:
 def predicting(
     data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray | None = None, *, is_right: bool = False
 ) -> Hypothesis:  # fmt: skip
-    """Return a hypothesis that predicts d at `tokens` ([K] bool; by default all) up to a residual ([K] nats).
-
-    `cost` is the cost of the hypothesis's parameters (nats). If `is_right`, the residual is the d that remains once the
-    fault is corrected, and is checked for further faults.
-    """
+    """Return a hypothesis that predicts d at `tokens` ([K] bool; by default all) up to a residual ([K] nats), at the
+    `cost` of its parameters (nats). If `is_right`, the residual is the d that remains once the fault is corrected."""
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
     right = data.spread_out(np.where(tokens, residual, data.d)) if is_right else None
@@ -251,10 +241,8 @@ def predicting(
 
 
 def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
-    """Return a hypothesis that predicts the sign of d ([K] -1, 0 or 1) but not its size.
-
-    If a share p of n predicted signs is correct, the gain is n (log 2 - H(p)) nats, where H is the binary entropy.
-    """
+    """Return a hypothesis that predicts the sign of d ([K] -1, 0 or 1) but not its size. If a share p of n signs is
+    correct, the gain is n (log 2 - H(p)) nats, where H is the binary entropy."""
     asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
     num = int(asked.sum())
     right = float(np.clip(np.mean(np.sign(data.d[asked]) == sign[asked]), 1e-6, 1 - 1e-6)) if num else 0.5

@@ -39,13 +39,13 @@ class PairData:
     """The `steps` option as an SQL condition. Empty for all steps."""
     sample: Sample
     sums: PairSums
-    contracts: dict[str, Contract]
-    passes: list[str]
-    has_weights: bool
-    is_import: bool
+    contracts: dict[str, Contract] = field(default_factory=dict)
+    passes: list[str] = field(default_factory=list)
+    has_weights: bool = False
+    is_import: bool = False
     is_recorder: bool = False
     """True if the training code wrote the trace with tim_trace.Recorder."""
-    model: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
     attempts: tuple[AttemptInfo, ...] = ()
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     first: tuple[int, float] | None = None
@@ -66,8 +66,8 @@ class PairData:
 
     def marked(self, tokens: np.ndarray) -> np.ndarray:
         """Turn a mask over kept tokens [K] into a mask over sampled tokens [N]."""
-        marks = np.zeros(len(self.keep), bool)
-        marks[np.flatnonzero(self.keep)[tokens]] = True
+        marks = self.keep.copy()
+        marks[self.keep] = tokens
         return marks
 
     def spread_out(self, values: np.ndarray) -> np.ndarray:
@@ -108,8 +108,7 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p, where p is the larger of the token's two probabilities. This is the logprob change per unit of
-        logit change (arXiv 2512.23087)."""
+        """[K] 1 - the larger probability of the token: its logprob's change per logit change (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
@@ -190,18 +189,17 @@ def named(contract: Contract, *names: str) -> dict[str, Any]:
 # --- Precision of the passes and expected rounding
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
-"""dtype -> relative error per rounding. TensorFloat-32 has as many mantissa bits as float16. Even if engine and trainer
-use float32, their mismatch exceeds float32 rounding, because kernels round matmul inputs (0.0019 nats rms at 8
-billion parameters)."""
+"""dtype -> relative error per rounding. TensorFloat-32 has as many mantissa bits as float16. float32 engines and trainers
+differ by more than its rounding, because kernels round matmul inputs (0.0019 nats rms at 8 billion parameters)."""
 NOISE_FACTOR = 20.0
-"""Usual maximum of the rms logit error, in units of the roundoff times `spread`, because large logits have large
-errors. Measured: 0.3 to 10 on an H100 (models with up to 130 million parameters, six attention kernels and batch
-shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
+"""Usual maximum of the rms logit error, in units of the roundoff times `spread`, because large logits have large errors.
+Measured: 0.3 to 10 on an H100 (models with up to 130 million parameters, six attention kernels and batch shapes), 11 for
+SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> significant bits. float8 is e4m3."""
 MAX_EXCESS = 2.5
-"""Maximum rms logit error that can still be rounding, as a multiple of `allowed_noise`. Below it, the classifier
-decides. Of 576 held-out healthy runs with tiny, often very sharp models, 99% stay below. The largest reaches 3.5."""
+"""Maximum rms logit error that can still be rounding, as a multiple of `allowed_noise`. Below it, the classifier decides.
+99% of 576 held-out healthy runs with tiny, often very sharp models stay below. The largest reaches 3.5."""
 FLOOR_NATS = 1e-5
 """Minimum scale assumed for d (nats). float32 logprobs of less than 16 nats in magnitude have errors around 1e-6."""
 
@@ -279,10 +277,8 @@ def value_precision(logprobs: np.ndarray) -> str | None:
     # Values near 0 are distinct as floats but all become 0 on a grid, so sizes below 0.001 count as 0.001.
     low, high = np.quantile(np.maximum(size, 1e-3), [0.05, 0.95])
     possible = {dtype: 2.0 ** (num - 1) * np.log2(high / low) for dtype, num in HALF_ULP.items() if significant <= num}
-    steps, repeated = (
-        {f"{decimals} decimals": 10.0**-decimals for decimals in range(5)},
-        values[counts > 1].astype(float),
-    )
+    steps = {f"{decimals} decimals": 10.0**-decimals for decimals in range(5)}
+    repeated = values[counts > 1].astype(float)
     if len(repeated) >= 8 and (least := np.diff(repeated).min()) > 1e-4:
         step = f"{repeated[-1] / np.round(repeated / least).max():.6g}"
         steps[f"steps of {step}"] = float(step)
@@ -301,8 +297,7 @@ def allowed_noise(data: PairData) -> float:
     """Return the largest rms logit error that rounding explains (nats)."""
     # Assume bfloat16 for an unknown dtype: float16 logits do not reveal the dtype of the layers before the head.
     dtypes = [str(dtype) for side in precisions(data) for dtype in (side.declared, side.coarsest)]
-    roundoff = max(UNIT_ROUNDOFF.get(dtype, UNIT_ROUNDOFF["bfloat16"]) for dtype in dtypes)
-    return NOISE_FACTOR * roundoff * spread(data)
+    return NOISE_FACTOR * max(UNIT_ROUNDOFF.get(dtype, UNIT_ROUNDOFF["bfloat16"]) for dtype in dtypes) * spread(data)
 
 
 @once
@@ -333,8 +328,7 @@ def value_rounding(data: PairData) -> np.ndarray:
 
 
 def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
-    """Return half the spacing of representable numbers around each of `values` [K]. `precision` is a result of
-    `value_precision`."""
+    """Return half the spacing of numbers that `precision`, a `value_precision`, can represent around `values` [K]."""
     if precision in HALF_ULP:
         # Below the smallest normal number, the spacing is constant, so smaller exponents are raised to its exponent.
         least = {"float8_e5m2": -13, "float8": -5, "float16": -13}.get(precision, -126)
@@ -371,8 +365,7 @@ def level(data: PairData) -> float:
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
     """Infer the logits' dtype from logprob differences within one context, which equal the logits' differences. None if
     there are too few. bfloat16 logits above 1 are multiples of 2^-7, and a temperature divides this spacing."""
-    # Leave out small differences, because they are always near a grid point, and large ones, because the logprobs' own
-    # rounding errors are too large.
+    # Small differences are always near a grid point, and large ones have too large rounding errors of their own.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
     if len(difference) < 6:
         return None

@@ -69,10 +69,8 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
-    """Read the sums stored in the trace, or compute them from the tokens. With Ray, missing sums are stored first.
-
-    `names` is NEEDED_SUMS, optionally followed by other columns of schemas.sums or SUM_EXP_ABS_D, which no trace stores.
-    """
+    """Read the sums stored in the trace, or compute them from the tokens. With Ray, missing sums are stored first. `names`
+    is NEEDED_SUMS, optionally followed by other columns of schemas.sums or SUM_EXP_ABS_D, which no trace stores."""
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
     has_mask = sequence_columns(database).mask
@@ -232,8 +230,8 @@ def run_lengths(flags: np.ndarray, seq: np.ndarray, counted: np.ndarray | None =
 
 
 def template_tokens(sample: Sample, side: PassSample) -> np.ndarray:
-    """Return [N] bool: tokens in the loss that `side` did not sample, because a chat template inserted them. They have
-    no logprob, adjoin tokens outside the loss that have none either, and share a few ids that are rare elsewhere."""
+    """Return [N] bool: tokens in the loss that a chat template inserted instead of `side` sampling them. They have no
+    logprob, adjoin tokens outside the loss that have none either, and share a few ids that are rare elsewhere."""
     null, ids = side.is_null, sample.tokens
     missing = sample.mask & null
     found = missing & (run_lengths(null, sample.seq, ~sample.mask) > 0)
@@ -263,8 +261,8 @@ def unscaled_ratio(sample: Sample, side: PassSample) -> tuple[float, float]:
     """Return mean(-logprob) / mean(entropy), and the share of tokens whose logprob rules out their entropy, if `side`'s
     entropies ignore the recorded temperature of unfiltered samples, otherwise zeros.
 
-    The ratio is then below 1 at temperatures below 1, and above 1 otherwise. It is as well if the logprobs ignore the
-    temperature, too, or if a filter is not recorded, but then each logprob allows its entropy.
+    The ratio is then below 1 at temperatures below 1, and above 1 otherwise. So it is if the logprobs ignore it, too, or
+    if a filter is not recorded, but then each logprob allows its entropy.
     """
     recorded = {name: values[np.isfinite(values)] for name, values in sample.settings.items()}
     heat = recorded["temperature"]

@@ -36,9 +36,8 @@ BROKEN: Mapping[str | None, str] = {
 
 def note_texts(result: CheckResult) -> list[str]:
     old = [(each.superseded, each.attempt) for each in result.attempts if each.superseded]
-    again = [
-        f"step{'s' * (steps[0][0] != steps[-1][1])} {steps_text(steps)} of attempt {number}" for steps, number in old
-    ]
+    plural = ["s" * (steps[0][0] != steps[-1][1]) for steps, _ in old]
+    again = [f"step{s} {steps_text(steps)} of attempt {at}" for s, (steps, at) in zip(plural, old, strict=True)]
     numbers = {
         "num_tokens": result.num_sampled_tokens, "num_attempts": len(result.attempts),
         "left_out": f"left out because they were repeated later: {', '.join(again)}" if again else "no step was repeated",
@@ -77,13 +76,10 @@ def _head(result: CheckResult) -> str:
 
 def _finding_text(number: int, finding: Finding, width: int | None) -> str:
     title = f"{number}. {finding.title} ({finding.code})"
-    lines = [title, wrapped(evidence_text(finding), _INDENT, width)]
     effect = "undefined (no finite value)" if math.isnan(finding.effect) else f"{finding.effect:.3g} nats rms"
+    lines = [title, wrapped(evidence_text(finding), _INDENT, width)]
     lines.append(f"{_INDENT}effect: {effect} on {finding.share:.2%} of the tokens")
-    if finding.broken:
-        lines.append(f"{_INDENT}broken: {finding.broken}")
-    if finding.next:
-        lines.append(f"{_INDENT}next: {finding.next}")
+    lines += [f"{_INDENT}{name}: {each}" for name in ("broken", "next") if (each := getattr(finding, name))]
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .advantages import DataRows, count_of
-from .features import pearson
+from .features import means, pearson
 from .finding import DataFinding
 from .sample import (
     CHANCE,
@@ -37,9 +37,8 @@ Find = Callable[..., Iterator[DataFinding]]
 def check_tokens(run: DataRows, sample: Sample) -> Iterator[DataFinding]:
     find = partial(run.find, sample=sample)
     for engine, other in ((sample.a, sample.b), (sample.b, sample.a)):
-        if engine.name == "rollout":
-            for check in (_unsampled, _repeated, partial(_masked, run)):
-                yield from check(sample, engine, other, find)
+        for check in (_unsampled, _repeated, partial(_masked, run)) if engine.name == "rollout" else ():
+            yield from check(sample, engine, other, find)
     yield from _ends(sample, find)
     yield from _entropies(sample, find)
     yield from _stripped(run, sample, find)
@@ -61,18 +60,17 @@ def _rows(sample: Sample, tokens: np.ndarray) -> np.ndarray:
 def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
     """Find padding and tool tokens in the loss."""
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
-    if certain.any() and other.logprobs[certain].mean() > -0.1:  # these probabilities were only rounded to 1
-        certain[:] = False
+    certain &= bool(certain.any() and other.logprobs[certain].mean() <= -0.1)  # else rounded to a probability of 1
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
     with np.errstate(invalid="ignore"):
         unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
     template = template_tokens(sample, engine)
     missing = sample.mask & (certain | ~np.isfinite(engine.logprobs)) & ~template
     known = np.isfinite(other.logprobs) & sample.mask
-    if (missing & known).any() and (known & ~missing).any():
-        lost, usual = (float(np.mean(other.logprobs[part & known])) for part in (missing, ~missing))
-        if lost > min(1.5 * usual, usual - 1):
-            return  # these tokens were sampled, and the engine's logprobs are lost or belong to other rows
+    parts = [other.logprobs[part & known] for part in (missing, ~missing)]
+    lost, usual = (float(part.mean()) if len(part) else np.nan for part in parts)
+    if lost > min(1.5 * usual, usual - 1):
+        return  # these tokens were sampled, and the engine's logprobs are lost or belong to other rows
     odd, repeats_end = missing | (sample.mask & unlikely), _repeats_end(sample)
     size = run_lengths(odd & ~repeats_end, sample.seq)
     inside = odd & ~repeats_end & (size >= MIN_UNSAMPLED_RUN) & (size < sample.lengths[sample.seq])
@@ -83,18 +81,15 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
     counts = np.unique(sample.tokens[padding], return_counts=True)[1]
     for code, tokens in (("padding_counts", padding), ("unsampled_count", inside)):
         rows = _rows(sample, tokens)
-        if rows.sum() < max(3, 0.05 * len(rows)) or (code == "padding_counts" and counts.max() < 0.9 * counts.sum()):
-            continue
-        row = int(rows.argmax())
-        yield from find(
-            code, rows, num_tokens=int(tokens.sum()), num_rows=int(rows.sum()), step=int(sample.steps[row]),
-            seq_id=sample.seq_ids[row].replace("'", "''"),
+        row, is_mixed = int(rows.argmax()), code == "padding_counts" and counts.max(initial=0) < 0.9 * counts.sum()
+        yield from () if is_mixed else find(
+            code, rows, least=int(np.ceil(max(3, 0.05 * len(rows)))), num_tokens=int(tokens.sum()), num_rows=int(rows.sum()),
+            step=int(sample.steps[row]), seq_id=sample.seq_ids[row].replace("'", "''"),
         )  # fmt: skip
 
 
 def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
-    """Find responses that repeat earlier ones, if there are more of them than expected, or if a response is too
-    improbable to be sampled twice."""
+    """Find responses that repeat earlier ones more often than expected, or that are too improbable to be sampled twice."""
     place, temperature = recorded_order(sample), sample.settings["temperature"]
     in_order = np.lexsort((place, sample.steps))
     # Ignore copies without loss tokens, because they only pad a batch.
@@ -116,36 +111,31 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
     def expected(part: np.ndarray) -> float:
         return float(-np.expm1(earlier[part] * np.log1p(-probability[part])).sum())
 
-    is_frequent = len(rows) >= 4 + 3 * expected(asked)
-    if np.all((temperature == 0) | (sample.settings["top_k"] == 1)) or not (
-        is_frequent or (chance[rows] < CHANCE).any()
-    ):
+    is_frequent, is_greedy = len(rows) >= 4 + 3 * expected(asked), (temperature == 0) | (sample.settings["top_k"] == 1)
+    if is_greedy.all() or not (is_frequent or (chance[rows] < CHANCE).any()):
         return
     explanation = _copies(sample.steps[full], rows, first[rows], place[full])
     part = asked if is_frequent or explanation else asked & (chance < np.log(0.01))
-    numbers: dict[str, Any] = {"num_asked": int(part.sum()), "expected": expected(part)}
-    numbers |= {"notice": not np.isfinite(temperature).any()}
-    numbers["explanation"] = explanation or "several rows share a seed or rows were reused"
-    yield from find("samples_repeat", again[part], rows=full[part], **numbers)
+    explanation = explanation or "several rows share a seed or rows were reused"
+    numbers: dict[str, Any] = {"num_asked": int(part.sum()), "expected": expected(part), "explanation": explanation}
+    is_notice = not np.isfinite(temperature).any()
+    yield from find("samples_repeat", again[part], rows=full[part], notice=is_notice, **numbers)
 
 
 def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> str:
     """Explain from the position of each row within its step (`place`, [N]) why `rows` repeat the rows `first` ([K]
     indices each). Empty if the positions show no pattern."""
-    if (steps[rows] == steps[first]).all():
-        at = np.unique(steps, return_inverse=True)[1]
-        num, size = count_of(at[rows]), count_of(at)[rows]
-        if (place[first] < num).all() and (place[rows] - place[first] == size - num).all():
-            return "batches are padded with copies of their first rows"
-        apart = np.unique(place[rows] - place[first])
-        if len(apart) == 1:
-            return f"each repeats the row {apart[0]} rows earlier, as if engines shared a seed"
-    return ""
+    if (steps[rows] != steps[first]).any():
+        return ""
+    at, apart = np.unique(steps, return_inverse=True)[1], place[rows] - place[first]
+    num, size = count_of(at[rows]), count_of(at)[rows]
+    if (place[first] < num).all() and (apart == size - num).all():
+        return "batches are padded with copies of their first rows"
+    is_one = len(rows) > 0 and np.ptp(apart) == 0
+    return f"each repeats the row {apart[0]} rows earlier, as if engines shared a seed" if is_one else ""
 
 
-_MAX_LAG = (
-    r"max_(head_offpolicyness|off_?policy_steps|async_level|staleness(_steps)?|trajectory_age_steps|(policy_)?lag)$"
-)
+_LAG = r"max_(head_offpolicyness|off_?policy_steps|async_level|staleness(_steps)?|trajectory_age_steps|(policy_)?lag)$"
 _MOST_LATE = 0.05
 """Maximum share of rows beyond the limit in a healthy run. AReaL and SkyRL limit the number of running requests, so a
 slow one can exceed it."""
@@ -155,7 +145,7 @@ def _beyond_lag(
     run: DataRows, sample: Sample, lag: np.ndarray, versions: np.ma.MaskedArray, find: Find
 ) -> Iterator[DataFinding]:
     """Find rows whose engine is further behind the trainer (`lag`, [S] updates) than a setting allows (steps)."""
-    limits = {re.split("[./]", key)[-1]: value for key, value in run.numbers(_MAX_LAG).items()}
+    limits = {re.split("[./]", key)[-1]: value for key, value in run.numbers(_LAG).items()}
     known = versions.filled(-1) >= 0
     if not limits or len(np.unique(sample.steps[known])) < 2:
         return
@@ -164,9 +154,8 @@ def _beyond_lag(
     lag = np.floor(lag / per_step + 0.01)
     # Frameworks count either the steps between two versions or the versions in flight.
     is_notice = bool(lag.max() <= limit + 1 or (lag > limit + 1).mean() < _MOST_LATE)
-    setting = ", ".join(f"{name} = {value:g}" for name, value in limits.items())
-    largest = int(lag.max())
-    yield from find("lag_exceeds_limit", lag > limit, least=3, setting=setting, largest=largest, notice=is_notice)
+    setting, largest = ", ".join(f"{name} = {value:g}" for name, value in limits.items()), int(lag.max())
+    yield from find("lag_exceeds_limit", lag > limit, least=3, notice=is_notice, setting=setting, largest=largest)
 
 
 def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray) -> float:
@@ -187,8 +176,7 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     if other.name == "train":
         per_update = _versions_per_update(engine.versions, other.versions)
         text = f": the engine's grows by {per_update:.3g} while the trainer's grows by 1" if per_update else ""
-        least = int(0.05 * len(ahead)) + 1
-        yield from find("versions_ahead", ahead > 0, least=least, ahead=ahead, explanation=text)
+        yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead, explanation=text)
         yield from _beyond_lag(run, sample, -ahead, other.versions, find)
     stopped, truncated = sample.ended == "stop", sample.ended == "length"
     masked = ~_rows(sample, sample.mask) & (sample.lengths > 0)
@@ -212,21 +200,16 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     num_asked = stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences
     if rows.sum() > max(3, num_asked / 2):
         ids = np.unique(sample.tokens[cut])
-        shown = f" (the end token, id {ids[0]})" if len(ids) == 1 else ""
-        numbers = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": shown, "end": "end"}
-        yield from find("mask_cuts", rows, notice=True, **numbers)
+        shown, num = f" (the end token, id {ids[0]})" * (len(ids) == 1), int(rows.sum())
+        yield from find("mask_cuts", rows, notice=True, num_tokens=int(cut.sum()), num_rows=num, ids=shown, end="end")
         return
     # Some engines drop the end token, so that it has no logprob and is masked as if it were padding.
     final = np.maximum(sample.starts[1:] - 1, 0)
     ended = stopped & (last >= 0) & ~sample.mask[final]
-    ids = np.unique(sample.tokens[final][ended])
-    if (
-        ended.sum() > max(3, 0.9 * stopped.sum())
-        and len(ids) == 1
-        and not (sample.mask & (sample.tokens == ids[0])).any()
-    ):
-        numbers = {"num_tokens": int(ended.sum()), "num_rows": int(ended.sum()), "end": "end"}
-        yield from find("mask_cuts", ended, notice=True, ids=f" (the end token, id {ids[0]})", **numbers)
+    ids, num = np.unique(sample.tokens[final][ended]), int(ended.sum())
+    if num > max(3, 0.9 * stopped.sum()) and len(ids) == 1 and not (sample.mask & (sample.tokens == ids[0])).any():
+        shown = f" (the end token, id {ids[0]})"
+        yield from find("mask_cuts", ended, notice=True, ids=shown, num_tokens=num, num_rows=num, end="end")
         return
     cut = sampled & (place < first[sample.seq])
     rows = _rows(sample, cut)
@@ -268,12 +251,9 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
         wrong = (ended & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
         least = int(max(3, np.ceil(0.02 * (ended | cut).sum())))
         why = {"length": f"shorter than {longest} tokens and ending with an end token"}
-        full = f"{longest} tokens long (the maximum) and without an end token"
-        parts = [
-            f"{num:,} marked {reason!r} although {why.get(reason, full)}"
-            for reason, num in Counter(said[wrong].tolist()).items()
-        ]
-        yield from find("finish_contradicts", wrong, least=least, explanation=", and ".join(parts))
+        full, found = f"{longest} tokens long (the maximum) and without an end token", Counter(said[wrong].tolist())
+        text = ", and ".join(f"{num:,} marked {each!r} although {why.get(each, full)}" for each, num in found.items())
+        yield from find("finish_contradicts", wrong, least=least, explanation=text)
     known = [prompt or [] for prompt in sample.prompts]
     again = np.array([len(prompt) > 3 and prompt[0] == prompt[1] for prompt in known])
     num_known = sum(len(prompt) > 3 for prompt in known)
@@ -284,9 +264,9 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     from_end = lengths[sample.seq] - 1 - sample.position
     for distance in range(1, 9):
         there = (from_end == distance) & sample.mask
-        if not there.any():
-            continue
         ids, counts = np.unique(sample.tokens[there], return_counts=True)
+        if not len(ids):
+            continue
         num, everywhere = int(counts.max()), sample.tokens == ids[counts.argmax()]
         affected = _rows(sample, there & everywhere)
         final = np.unique(last[affected], return_counts=True)[1]
@@ -299,10 +279,8 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
 
 
 def _are_padded(sample: Sample, rows: np.ndarray) -> bool:
-    """Return True if the repeated first token makes the prompts of `rows` ([S] bool) equally long, as padding does.
-
-    Placeholders, such as those of an image, do not.
-    """
+    """Return True if the repeated first token makes the prompts of `rows` ([S] bool) equally long, as padding does (but
+    an image's placeholders do not)."""
     prompts = [sample.prompts[row] or [] for row in np.flatnonzero(rows)]
     without = {len([*itertools.dropwhile(prompt[0].__eq__, prompt)]) for prompt in prompts}
     return 2 * len({*map(len, prompts)}) <= len(without)
@@ -318,19 +296,15 @@ def _stripped(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding
     # Stop strings end responses with a few other ids.
     usual = np.sort(np.unique(last, return_counts=True)[1])[-3:].sum()
     ids = f"id{'s' * (len(end_ids) > 1)} {', '.join(map(str, end_ids))}"
-    if 2 * usual < len(last):
-        text = "they finished (finish reason stop), so it was removed, or stop strings end the responses"
-        yield from find("end_missing", stopped, least=20, ids=ids, explanation=text, notice=True)
-    elif not stopped.any() and np.ptp(sample.lengths) == 0:
-        text = f"every response has {sample.lengths[0]:,} tokens, so the engine never samples it"
-        yield from find("end_missing", ~stopped, least=20, ids=ids, explanation=text, notice=True)
+    affected = stopped & (2 * usual < len(last))
+    text = "they finished (finish reason stop), so it was removed, or stop strings end the responses"
+    if not stopped.any() and np.ptp(sample.lengths) == 0:
+        affected, text = ~stopped, f"every response has {sample.lengths[0]:,} tokens, so the engine never samples it"
+    yield from find("end_missing", affected, least=20, ids=ids, explanation=text, notice=True)
 
 
 def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
-    """Find entropies that are in bits or belong to an adjacent token or another distribution.
-
-    Correct entropies equal -logprob on average.
-    """
+    """Find entropies in bits or of another token or distribution. Correct entropies equal -logprob on average."""
     compared, every = sample.compared, np.ones(sample.num_sequences, bool)
     if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
         return  # the entropies may be those of the other side's distribution
@@ -355,11 +329,9 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         if len(place) < 500 or np.std(entropy) < 0.05:
             continue
         if ratio := ratio_in_bits(surprise, entropy):
-            count = np.bincount(sample.seq[place], minlength=len(every))
-            left = np.bincount(sample.seq[place], entropy * np.log(2.0) - surprise, len(every))
-            # Only report bits if the ratio is the same in all rows. Otherwise, some rows come from another
-            # distribution.
-            if part_of_rows(sample, np.divide(left, count, out=np.full(len(every), np.nan), where=count > 0)) is None:
+            left = means(entropy * np.log(2.0) - surprise, sample.seq[place], len(every))
+            # If the ratio is not the same in all rows, some come from another distribution.
+            if part_of_rows(sample, left) is None:
                 yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
         if shift := best_lag(-side.logprobs, side.entropy, there, sample.seq, (-1, 1)):
             best, own, lag = shift

@@ -133,17 +133,16 @@ def places(data: PairData) -> list[Where]:
     mean = (np.bincount(data.seq, level, len(num)) / np.maximum(num, 1))[rows]
     found = [_place(data, name, values[rows], mean, rows) for name, values in sequence_columns(data.sample).items()]
     found += [_place(data, name, values, level, None) for name, values in token_columns(data).items()]
-    if ids := _trigger_ids(data):
-        here = np.isin(data.sample.tokens[data.keep], ids)
-        after = np.zeros(data.num_kept, bool)
-        for first, last in _rows(data):
-            seen = not set(ids).isdisjoint(data.sample.prompts[data.seq[first]] or ())
-            after[first:last] = seen | (np.cumsum(here[first:last]) > here[first:last])
-        chosen = len(ids) * float(np.log(len(np.unique(data.sample.tokens[data.keep]))))
-        for name, inside in (("after_ids", after), ("from_ids", after | here)):
-            place = _place(data, name, inside, level, None)
-            if place and place.kind == "is":
-                found.append(replace(place, kind="one_of", values=tuple(ids), gain=place.gain - chosen))
+    ids, tokens = _trigger_ids(data), data.sample.tokens[data.keep]
+    here, after = np.isin(tokens, ids), np.zeros(data.num_kept, bool)
+    for first, last in _rows(data) if ids else ():
+        seen = not set(ids).isdisjoint(data.sample.prompts[data.seq[first]] or ())
+        after[first:last] = seen | (np.cumsum(here[first:last]) > here[first:last])
+    for name, inside in (("after_ids", after), ("from_ids", after | here)) if ids else ():
+        place = _place(data, name, inside, level, None)
+        if place and place.kind == "is":
+            gain = place.gain - len(ids) * float(np.log(len(np.unique(tokens))))
+            found.append(replace(place, kind="one_of", values=tuple(ids), gain=gain))
     return sorted((each for each in found if each is not None), key=lambda each: -each.gain)
 
 
@@ -153,8 +152,7 @@ def _rows(data: PairData) -> list[tuple[int, int]]:
 
 
 def _trigger_ids(data: PairData) -> list[int]:
-    """Return a small set of token ids that occur just before the mismatch begins in several rows, but much less often
-    at tokens without mismatch."""
+    """Return a few token ids that occur just before the mismatch begins in several rows, but much less often elsewhere."""
     noise, least = logit_error(data), 6  # least: minimum number of rows in which the mismatch begins partway through
     off = noise > 50 * np.quantile(noise, 0.1)
     if not least < off.sum() < MAX_COVERED * data.num_kept:
@@ -216,9 +214,8 @@ def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, row
 def _split(
     name: str, values: np.ndarray, level: np.ndarray
 ) -> tuple[float, Kind, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones:
-    the gain, the kind, the distinct values, the indices of those inside, and masks of the units inside and with a value.
-    """
+    """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones: the
+    gain, the kind, the distinct values, the indices of those inside, and which units are inside and have a value."""
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
         there, values = np.array([value is not None for value in values]), values.astype(str)
@@ -258,8 +255,7 @@ def _split(
         at = int(np.argmax(worth))
         options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))
     gain, kind, chosen_values = max(options, key=lambda option: option[0])
-    marked = np.zeros(len(values), bool)
-    marked[np.flatnonzero(there)[np.isin(place, chosen_values)]] = True
+    marked = np.isin(np.arange(len(values)), np.flatnonzero(there)[np.isin(place, chosen_values)])
     return (gain, kind, known, chosen_values, marked, there) if gain >= PLACE_NATS else None
 
 
@@ -396,8 +392,8 @@ _DESCRIBING = ("step", "last_id", "finish_reason", "group_rank", "version", "rew
 
 
 def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[str, str]:
-    """Describe the value, or range of values, in one of the columns ([S] each) that separates the `affected` rows ([S]
-    bool) from nearly all other rows. Empty if it may be due to chance."""
+    """Describe the value, or range of values, in one of the columns ([S] each) that sets the `affected` rows ([S] bool)
+    apart from nearly all others. Empty if it may be due to chance."""
     num, total = int(affected.sum()), len(affected)
     tried = sum(len({*columns[name].tolist()}) for name in _DESCRIBING)
     if lgamma(total + 1) - lgamma(num + 1) - lgamma(total - num + 1) - log(max(tried, 1)) < PLACE_NATS:
@@ -422,8 +418,7 @@ def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] |
     rows, found = np.flatnonzero(np.isfinite(values)), []
     known_before = ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)
     for name, column in sequence_columns(sample).items():
-        best = _split(name, column[rows], values[rows]) if name.startswith(known_before) else None
-        if best is not None:
+        if name.startswith(known_before) and (best := _split(name, column[rows], values[rows])) is not None:
             gain, kind, known, chosen, marked, _ = best
             shown = ", ".join(str(each) for each in known[chosen][:5])
             inside = np.isin(np.arange(len(values)), rows[marked])

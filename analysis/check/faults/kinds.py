@@ -15,20 +15,6 @@ from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ...advice import NOTHING, Advice
 from ...trace.ragged import centred
 from .. import commands, features
-from ..features import (
-    CLEAR,
-    FEW,
-    SIZE,
-    along_movement,
-    clipped,
-    counts,
-    judged,
-    judged_words,
-    means,
-    pearson,
-    token_effect,
-    variance_between,
-)
 from ..finding import BY_VERSION, SIDES, Fault, Finding, Hypothesis, Number, explained, located, max_flip, predicting
 from ..pair_data import (
     FEW_TOKENS,
@@ -59,13 +45,11 @@ MIN_COURSE = 4
 MIN_WIDTH = 0.05
 """Minimum standard deviation of the sampled tokens' log-odds (nats) at a step that counts."""
 MIN_GROWTH = 3.0
-"""A growing mismatch is reported only if it grows by at least this factor relative to the logits' spread. In 80 healthy
-runs, on which both thresholds were set and some of which start from uniform policies at high learning rates, it grew by a
-factor of at most 2.9."""
+"""Minimum factor by which a reported mismatch grows relative to the logits' spread. In 80 healthy runs, some of which
+start from uniform policies at high learning rates, it grew by at most 2.9."""
 MIN_GROWN = 0.2
 """Unless it grows by ten times that factor, it must also reach this part of the largest rounding error. In the same runs, it
 reached 0.12 of it."""
-
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
@@ -73,10 +57,9 @@ _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
     version, given, holds = numbers["trainer_version"], numbers["given_version"], numbers["holds_version"]
     how = "it was never sent"
-    if given is not None and not numbers["is_loaded"]:
-        how = f"the tensor sent at version {given} was not loaded"
-    elif given is not None:
+    if given is not None:
         how = f"it was last sent at version {given}{' and already stale then' if given != holds else ''}"
+        how = how if numbers["is_loaded"] else f"the tensor sent at version {given} was not loaded"
     has = "from no recorded version" if holds is None else f"from version {holds}"
     a_row = " per row" if str(numbers["dtype"]).endswith("values") else ""
     known = {
@@ -100,7 +83,7 @@ WEIGHTS = Fault(
         "stopped": "according to the recorded policy versions, {side} has kept version {version} since step {since}, while "
         "{other} has moved on to version {latest}, although it was at most {before} update(s) behind at earlier steps",
         "contract": "only {side}'s contract sets {setting} to {value}",
-        "one_adapter": "only {side} has an adapter, and " + SIZE,
+        "one_adapter": "only {side} has an adapter, and " + features.SIZE,
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them, so the mismatch grew with the updates",
         "grows": "the mismatch grows from step to step although both sides record the same policy version: the logits "
         "differ by about {first:.2g} nats at step {first_step} and {later:.2g} at step {last_step}, {ratio:.3g} times as "
@@ -112,13 +95,13 @@ WEIGHTS = Fault(
         "{of_steps:,} steps ({span_text}), which accounts for {weight:.0%} of the mismatch there",
         "frozen": "from step {since} on, {side} gives the same tokens in the same context the same logprobs at every step "
         "(they differ by {own:.2g} nats rms in the logit over {num_tokens:,} repeated tokens), while {other}'s change by {moved:.2g} nats",
-        "judged": judged(
+        "judged": features.judged(
             "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different "
             "version; or trainer logprobs from the reference model or from after the update"
         ),
     },
     words={
-        "engine_weights": _tensor, "one_adapter": judged_words, "judged": judged_words,
+        "engine_weights": _tensor, "one_adapter": features.judged_words, "judged": features.judged_words,
         "reference": lambda n: {"span_text": f"from {n['first_step']} to {n['last_step']}" if n["num_steps"] > 1 else f"step {n['first_step']}"},
     },
     causes={
@@ -146,7 +129,7 @@ def find_versions(data: PairData) -> list[Finding]:
     if fresh.num_kept >= FEW_TOKENS and level(fresh) > max(allowed_noise(fresh), level(data.within(inside)) / 2):
         return []  # the mismatch is about as large where both sides used the same policy version
     lag = int(np.median(data.updates_behind[np.unique(data.seq[inside])]))
-    numbers = counts(data, inside) | {"cause": "stale_weights", "side": data.names["b" if lag > 0 else "a"]}
+    numbers = features.counts(data, inside) | {"cause": "stale_weights", "side": data.names["b" if lag > 0 else "a"]}
     numbers |= {"of_sequences": data.sample.num_sequences, "updates_behind": abs(lag)}
     next = commands.sql(data, BY_VERSION)
     if found := _stopped(data):
@@ -210,17 +193,17 @@ def find_adapter(data: PairData) -> list[Finding]:
 
 def find_after_update(data: PairData) -> list[Finding]:
     """Detect that one side was scored after the update on the same batch, which raises logprobs in sequences with a
-    positive advantage. With stale weights, they can be raised, too, but not at the first step."""
+    positive advantage. Stale weights can do so, too, but not at the first step."""
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
     is_stale = _grew(data) and not features.growth(data).is_sudden
     if is_stale or advantage is None or not np.isfinite(advantage[rows]).any():
         return []
-    mean = means(clipped(data.d / data.scale), data.seq)[rows]
+    mean = features.means(features.clipped(data.d / data.scale), data.seq)[rows]
     mean = centred(mean, np.unique(data.sample.steps[rows], return_inverse=True)[1])
     there = np.isfinite(advantage[rows]) & (advantage[rows] != 0)
-    correlation = pearson(advantage[rows][there], mean[there])
+    correlation = features.pearson(advantage[rows][there], mean[there])
     score = correlation * np.sqrt(there.sum()) / np.sqrt(max(1 - correlation**2, 1e-9))
-    if not (abs(score) > CLEAR and abs(correlation) > 0.4):
+    if not (abs(score) > features.CLEAR and abs(correlation) > 0.4):
         return []
     side = data.names["a" if correlation > 0 else "b"]
     broken, next = SIDES.get(side, "computation"), commands.weights_replay(data)
@@ -246,7 +229,8 @@ def find_reference(data: PairData) -> list[Hypothesis]:
     for step in np.unique(steps[known]):
         at = known & (steps == step)
         square = float(apart[at] @ apart[at])
-        if square > (20 * data.rms(at)) ** 2 and at.sum() >= FEW:  # the standard error of the part is then at most 0.05
+        # The standard error of the part is then at most 0.05.
+        if square > (20 * data.rms(at)) ** 2 and at.sum() >= features.FEW:
             found.append((step, float(data.d[at] @ apart[at]) / square))
     if not found:
         return []
@@ -271,13 +255,11 @@ def find_reference(data: PairData) -> list[Hypothesis]:
 
 def find_frozen(data: PairData) -> list[Finding]:
     """Detect a side whose weights do not change from step to step, although the other side's do."""
-    found = features.frozen(data)
-    if found is None:
+    if (found := features.frozen(data)) is None:
         return []
-    other = "b" if found.side == "a" else "a"
-    numbers: dict[str, Number] = {"cause": "frozen", "side": data.names[found.side], "other": data.names[other]}
-    numbers |= {"since": found.since, "num_tokens": found.tokens, "own": found.own, "moved": found.other}
-    inside, broken = data.sample.steps[data.seq] >= found.since, SIDES.get(data.names[found.side], "computation")
+    side, other = data.names[found[0]], data.names["b" if found[0] == "a" else "a"]
+    numbers: dict[str, Number] = {"cause": "frozen", "side": side, "other": other, **found[1]}
+    inside, broken = data.sample.steps[data.seq] >= numbers["since"], SIDES.get(side, "computation")
     next = commands.weights_replay(data)
     return [WEIGHTS.finding(data, "frozen", inside, weight=0.9, next=next, broken=broken, numbers=numbers)]
 
@@ -302,7 +284,7 @@ def find_growth(data: PairData) -> list[Finding]:
         part = fresh & (steps == step)
         surprise, part = float(np.mean(data.a[part] + data.b[part])), part & (data.rest > MIN_REST)
         width = float(np.std(log_odds(data.a[part]))) if part.any() else 0.0
-        if part.sum() < FEW or width <= MIN_WIDTH or surprise >= 0:
+        if part.sum() < features.FEW or width <= MIN_WIDTH or surprise >= 0:
             continue
         if not course or abs(np.log(surprise / course[0][1])) < np.log(1.25):
             log = np.log(noise[part] + np.median(noise[part]) / 4)
@@ -315,10 +297,10 @@ def find_growth(data: PairData) -> list[Finding]:
     last, order = int(np.argmax(relative)), np.argsort(np.argsort(relative)).astype(float)
     ratio = relative[last] - relative[0]
     grown = min(ratio, log[last] - log[0])  # rounding need not shrink with the logits
-    is_clear = grown > max(np.log(MIN_GROWTH), CLEAR * np.hypot(error[0], error[last]))
+    is_clear = grown > max(np.log(MIN_GROWTH), features.CLEAR * np.hypot(error[0], error[last]))
     least = 0.0 if grown > np.log(10 * MIN_GROWTH) else MIN_GROWN * allowed_noise(data)
     is_clear &= level(data.within(fresh & (steps == known[last]))) > least
-    if not is_clear or pearson(order, np.arange(len(order)).astype(float)) < 0.9:
+    if not is_clear or features.pearson(order, np.arange(len(order)).astype(float)) < 0.9:
         return []
     numbers: dict[str, Number] = {"cause": "", "first_step": int(known[0]), "last_step": int(known[last])}
     numbers |= {"first": float(np.exp(log[0])), "later": float(np.exp(log[last])), "ratio": float(np.exp(ratio))}
@@ -331,8 +313,7 @@ _MIN_ONSET = 2.0
 
 
 def find_window(data: PairData) -> list[Finding]:
-    """Detect a mismatch within rounding that becomes larger at exactly the first token beyond a recorded attention
-    window."""
+    """Detect a mismatch within rounding that grows at exactly the first token beyond a recorded attention window."""
     recorded = named(data.model.get("config") or {}, *_WINDOWS)
     begins = onset_of(data, "total_position") if recorded and data.num_kept >= FEW_TOKENS else None
     if begins is None or begins[1] < _MIN_ONSET:
@@ -348,10 +329,10 @@ def find_window(data: PairData) -> list[Finding]:
 
 
 def measured(data: PairData) -> dict[str, Number]:
-    effect, score = token_effect(data)
+    effect, score = features.token_effect(data)
     return {
         "level": level(data), "allowed": allowed_noise(data), "token_effect": effect, "token_score": score,
-        "along_movement": along_movement(data), **data.names, **coarsest(data),
+        "along_movement": features.along_movement(data), **data.names, **coarsest(data),
     }  # fmt: skip
 
 
@@ -388,11 +369,9 @@ def _is_of_both(data: PairData) -> bool:
 MIN_SECOND = 0.2
 """Minimum probability for also reporting the second most probable kind."""
 MAX_ROUNDING = 0.1
-"""A mismatch that rounding could explain is a fault only if the probability of rounding is below this.
-
-In cross-validation, with all runs of one author held out at a time, 0 of 1,304 healthy runs and 3 of 92 H100 pairs fall
-below it. One author's random policies have far sharper distributions: 64 of 495 runs fall below it.
-"""
+"""A mismatch that rounding could explain is a fault only if the probability of rounding is below this. With each author's
+runs held out, 0 of 1,304 healthy runs and 3 of 92 H100 pairs are below it, and 64 of 495 of one author's far sharper
+random policies."""
 TAIL_RATIO = 10.0
 """A token belongs to the tail if its logit error exceeds the median by this factor. Rounding alone reaches 6 to 8."""
 MIN_PLACE_RATIO = 10.0
@@ -403,13 +382,13 @@ MAX_NAMED = 20
 COMPUTATION = Fault(
     code="computation_differs", title="one side's model differs throughout", broken="computation",
     evidence={
-        "equal_weights": f"the engine sampled with the trainer's weights (all tensor digests agree), but {SIZE}",
-        "judged": judged(
+        "equal_weights": f"the engine sampled with the trainer's weights (all tensor digests agree), but {features.SIZE}",
+        "judged": features.judged(
             "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
             "cap, expert or precision"
         ),
     },
-    words={"equal_weights": judged_words, "judged": judged_words},
+    words={"equal_weights": features.judged_words, "judged": features.judged_words},
     causes={
         "since": "one side's model or numerics changed during the run",
         "head": "one side's output layer differs, such as a missing bias: each token id has its own mismatch",
@@ -417,7 +396,7 @@ COMPUTATION = Fault(
 )  # fmt: skip
 NOT_REPEATABLE = Fault(
     code="not_repeatable", title="one side gives identical tokens different values", broken="computation",
-    evidence={"judged": judged("dropout, noise, or a context that was not recorded")}, words={"judged": judged_words},
+    evidence={"judged": features.judged("dropout, noise, or a context that was not recorded")}, words={"judged": features.judged_words},
 )  # fmt: skip
 _CONTEXTS = {
     "prompt": ("the two sides read different prompts", "a different BOS token, chat template, truncation, cached prefix or prompt mask"),
@@ -449,39 +428,30 @@ _ONSETS = {
                "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones"),
     "event": ("from one response position on, one side has different weights, a different context or a different kernel", "a weight update during "
               "sampling, a resumed request, a template that rewrites earlier turns, or a switch of the attention kernel, at response token {onset}"),
-    "older": ("responses begin with older weights than the rest: the weights changed during sampling", ""),
-    "newer": ("responses end with other weights than they begin with: the weights changed during sampling", ""),
-    "beginnings": ("some responses begin in a different context", ""),
-    "ends": ("from some token on, part of the responses have a different context or other tokens", ""),
+    "older": ("responses begin with older weights than the rest: the weights changed during sampling",
+              "requests were continued after a weight update, and if the recorded policy version is that of the end, it is wrong for the beginning"),
+    "newer": ("responses end with other weights than they begin with: the weights changed during sampling",
+              "requests were continued after a weight update, and if the recorded policy version is that of the start, it is wrong for the end"),
+    "beginnings": ("some responses begin in a different context", "typical causes: a weight update during sampling, cached prefixes of other "
+                   "prompts, or requests that were preempted and resumed"),
+    "ends": ("from some token on, part of the responses have a different context or other tokens", "typical causes: text that was tokenised "
+             "again, a weight update during sampling, a resumed request, a lost cache, or a template that rewrites earlier turns"),
 }  # fmt: skip
-_IN_ROWS = {
-    "older": "; requests were continued after a weight update, and if the recorded policy version is that of the end, it is wrong for the beginning",
-    "newer": "; requests were continued after a weight update, and if the recorded policy version is that of the start, it is wrong for the end",
-    "beginnings": "; typical causes: a weight update during sampling, cached prefixes of other prompts, or requests that were preempted and resumed",
-    "ends": "; typical causes: text that was tokenised again, a weight update during sampling, a resumed request, a lost cache, or a template that rewrites earlier turns",
-}  # fmt: skip
-"""Cause -> typical causes, for rows that differ before or after a token of their own."""
 
 
 def _in_rows(numbers: Mapping[str, Any]) -> dict[str, str]:
     end = "before" if numbers["cause"] in ("older", "beginnings") else "from"
     whole = f"; {numbers['num_whole']:,} other sequences differ throughout" if numbers["num_whole"] else ""
-    return {"end": end, "whole_text": whole, "hint": _IN_ROWS[str(numbers["cause"])]}
+    return {"end": end, "whole_text": whole, "hint": _ONSETS[numbers["cause"]][1]}
 
 
-def _by_cause(
-    code: str,
-    title: str,
-    causes: Mapping[str, tuple[str, str]],
-    more: Mapping[str, str] = MappingProxyType({}),
-    more_words: Mapping[str, Any] = MappingProxyType({}),
-) -> Fault:
+def _by_cause(code: str, title: str, causes: Mapping[str, tuple[str, str]], **more: str) -> Fault:
     def words(n: Mapping[str, Any]) -> dict[str, Any]:
-        return {**judged_words(n), "hint": causes[n["cause"]][1].format_map(n)}
+        return {**features.judged_words(n), "hint": causes[n["cause"]][1].format_map(n)}
 
     return Fault(
-        code=code, title=title, broken="computation", words={"judged": words, "implied": words, **more_words},
-        evidence={"judged": judged("{hint}"), "implied": features.implied("{hint}")} | dict(more),
+        code=code, title=title, broken="computation", words={"judged": words, "implied": words, "in_rows": _in_rows},
+        evidence={"judged": features.judged("{hint}"), "implied": features.implied("{hint}"), **more},
         causes={cause: name for cause, (name, _) in causes.items() if cause},
     )  # fmt: skip
 
@@ -490,13 +460,10 @@ ROW_CONTEXT = _by_cause("row_context", "the two sides read different contexts", 
 _WINDOWS = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
 ONSET = _by_cause(
     "position_onset", "the mismatch begins inside sequences", _ONSETS,
-    {
-        "recorded": "from token {onset} of prompt and response on, the logits differ {times:.2g} times as much as before, exactly "
-        "where the recorded {setting} of {window} cuts off the first token, so one side's window has a different size",
-        "in_rows": "in {num_rows:,} of {of_rows:,} sequences, the logits differ by {high:.2g} nats (median) {end} one token, which "
-        "varies from sequence to sequence; all other tokens differ by {low:.2g}{whole_text}{hint}",
-    },
-    {"in_rows": _in_rows},
+    recorded="from token {onset} of prompt and response on, the logits differ {times:.2g} times as much as before, exactly "
+    "where the recorded {setting} of {window} cuts off the first token, so one side's window has a different size",
+    in_rows="in {num_rows:,} of {of_rows:,} sequences, the logits differ by {high:.2g} nats (median) {end} one token, which "
+    "varies from sequence to sequence; all other tokens differ by {low:.2g}{whole_text}; {hint}",
 )  # fmt: skip
 _EXPERTS = ("the mismatch pattern is typical of MoE models", "the model is a mixture of experts")
 ROUTER_FLIPS = Fault(
@@ -526,32 +493,25 @@ _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain the mismatch by its location: fixed places, part of the run, or rows whose context differs between the
-    two sides."""
+    """Explain the mismatch by its location: fixed places, part of the run, or rows whose context differs."""
     tried = (find(data, place) for place in where for find in (_fixed_place, _part_of_run, _other_context))
     return [found for found in tried if found is not None]
 
 
 def find_parts(data: PairData) -> list[Hypothesis]:
     """Explain the mismatch by rows that differ only before, or only after, a token of their own."""
-    parts = features.parts_of_rows(data)
-    if parts is None:
+    if (found := features.parts_of_rows(data)) is None:
         return []
+    inside, are_first, numbers, cost = found
     later, joined = later_turn(data.sample)[data.keep], np.diff(data.seq) == 0
-    begins = joined & (np.diff(parts.inside.astype(int)) == (-1 if parts.are_first else 1))
+    begins = joined & (np.diff(inside.astype(int)) == (-1 if are_first else 1))
     if (later[1:] > later[:-1])[begins].mean() > 0.5:
         return []  # the turns say more
     steps = data.sample.steps[data.seq]
-    begins_later = parts.inside[steps == steps.min()].mean() <= parts.inside.mean() / 5
-    numbers: dict[str, Number] = {"num_rows": parts.num_rows, "of_rows": data.sample.num_sequences}
-    numbers |= {"num_whole": parts.num_whole, "high": parts.high, "low": parts.low}
-    of_beginning, of_end = ("older", "newer") if begins_later else ("beginnings", "ends")
-    numbers["cause"] = of_beginning if parts.are_first else of_end
-    next = commands.far_tokens(data)
-    finding = ONSET.finding(
-        data, "in_rows", parts.inside, next=next, broken="recording" if begins_later else None, numbers=numbers
-    )
-    return [located(data, finding, parts.inside, parts.cost)]
+    begins_later = inside[steps == steps.min()].mean() <= inside.mean() / 5
+    numbers["cause"] = (("older", "newer") if begins_later else ("beginnings", "ends"))[not are_first]
+    finding = ONSET.finding(data, "in_rows", inside, next=commands.far_tokens(data), numbers=numbers)
+    return [located(data, replace(finding, side="recording") if begins_later else finding, inside, cost)]
 
 
 def _other_context(data: PairData, place: Where) -> Hypothesis | None:
@@ -564,8 +524,9 @@ def _other_context(data: PairData, place: Where) -> Hypothesis | None:
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     told = None if place is None else _implied(data, place)
-    begins = features.onset(data) if place is not None and place.feature in ("position", "total_position") else None
-    if begins is not None and not (begins.shape == "event" and later_turn(data.sample)[data.keep].any()):
+    is_position = place is not None and place.feature in ("position", "total_position")
+    begins = features.onset(data) if is_position else None
+    if begins is not None and not (begins[1] == "event" and later_turn(data.sample)[data.keep].any()):
         told = ("onset", "")
     if told is not None:
         return [_finding(data, *told, None, place)]
@@ -585,11 +546,9 @@ def _grew(data: PairData) -> bool:
 
 @once
 def _after_jump(data: PairData) -> PairData:
-    """If the mismatch jumps from the level of rounding errors to a higher constant level, keep only the steps after the
-    jump. Any fault can cause it."""
+    """Keep only the steps after a jump from rounding level to a higher constant level, which any fault can cause."""
     grown = features.growth(data)
-    later = data.sample.steps[data.seq] >= (grown.since or 0)
-    return data.within(later) if grown.is_sudden and _grew(data) else data
+    return data.within(data.sample.steps[data.seq] >= (grown.since or 0)) if grown.is_sudden and _grew(data) else data
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
@@ -629,26 +588,26 @@ def _finding(
     data: PairData, kind: str, cause: str, probability: float | None, place: Where | None, rival: Mapping[str, Number] = MappingProxyType({}),
 ) -> Finding:  # fmt: skip
     grown, twins, inside = features.growth(data), features.repeats(data), None if place is None else place.inside
+    signed = features.clipped(data.d / data.scale)
     numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **rival}
     broken, later = None, data if place is not None else _after_jump(data)
     told = (each for each in features.reasons(later, kind) if later is data or each[0] != "first_step")
     for at, (name, value, is_above) in enumerate(told):
         numbers |= {f"reason_{at}": name, f"reason_{at}_value": value, f"reason_{at}_above": int(is_above)}
     if place is not None:
-        numbers |= {**place.numbers, **counts(data, place.inside), "ratio": place.ratio}
+        numbers |= {**place.numbers, **features.counts(data, place.inside), "ratio": place.ratio}
         numbers["rms_elsewhere"] = data.rms(~place.inside)
     if kind == "weights":
         if _grew(data):
             numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-            # In six rebuilt bug reports (not blind), it fades by a sixth at most with different weights, and by a third
-            # with older weights in a prefix cache.
+            # In six rebuilt bug reports, it fades by at most a sixth, but by a third with older weights in a prefix cache.
             fall, certainty = features.fades(data, data.sample.steps[data.seq] >= grown.since)
             if fall > 0.3 and certainty > 4:
                 numbers["cause"] = "early"
-        along = along_movement(data) if numbers["cause"] != "early" else 0.0
+        along = features.along_movement(data) if numbers["cause"] != "early" else 0.0
         behind = "" if abs(along) < 2.5 else "b" if along > 0 else "a"
         broken = SIDES.get(data.names.get(behind, ""), "computation")
-    elif kind == "model" and variance_between(clipped(data.d / data.scale), data.sample.tokens[data.keep])[0] > 0.7:
+    elif kind == "model" and features.variance_between(signed, data.sample.tokens[data.keep])[0] > 0.7:
         # Other parts of a model act on the context: in nine rebuilt bug reports (not blind), ids explain less than half.
         numbers["cause"] = "head"
     elif kind == "model" and later is not data:
@@ -665,7 +624,7 @@ def _finding(
             numbers["cause"] = "replaced" if numbers["onset"] else "cached"
             broken = "recording" if numbers["onset"] else SIDES.get(data.names["b"], "computation")
     elif kind == "onset" and (begins := features.onset(data)) is not None:
-        numbers |= {"cause": begins.shape, "onset": begins.column - (begins.shape == "shards")}
+        numbers |= {"cause": begins[1], "onset": begins[0] - (begins[1] == "shards")}
     return KINDS[kind][0].finding(
         data, "implied" if probability is None else "judged", inside,
         weight=1.0 if probability is None else probability, next=_next(data, kind), broken=broken, numbers=numbers,
@@ -704,8 +663,7 @@ def is_fault(data: PairData) -> bool:
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect router flips in MoE models: some tokens, including those in `off` ([K] bool), differ far more than most,
-    with either sign."""
+    """Detect router flips in MoE models: tokens, including `off` ([K] bool), that differ far more than most, either way."""
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))
@@ -726,9 +684,8 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
     numbers: dict[str, Number] = {"tail_share": float(tail.mean()), "tail_ratio": TAIL_RATIO, "bulk": bulk}
     numbers["experts_known"] = int(bool(mixture))
     next, weight = commands.replay(data, "--routing recorded", "routed"), _share_of_squares(data, tail)
-    return [
-        ROUTER_FLIPS.finding(data, "router_tail", tail, is_expected=expected, weight=weight, next=next, numbers=numbers)
-    ]
+    flips = ROUTER_FLIPS.finding(data, "router_tail", tail, weight=weight, next=next, numbers=numbers)
+    return [replace(flips, is_expected=expected)]
 
 
 def _share_of_squares(data: PairData, tokens: np.ndarray) -> float:
@@ -754,7 +711,6 @@ _EVIDENCE = {
     "place": "{num_tokens:,} of {of_tokens:,} tokens, {where}, differ by {size:.3g} nats on average, and the rest by "
     "{elsewhere:.2g} nats{sign_text}"
 }
-
 _CAUSES = {"last_of_truncated": "truncated", "token_id": "some_ids", "token_before": "after_some_ids"}
 
 ONE_PLACE = Fault(
@@ -771,19 +727,14 @@ BOUNDARY = Fault(
 )  # fmt: skip
 SUBSET = Fault(
     code="subset", title="the mismatch is concentrated in part of the run", broken="engine",
-    evidence={
-        "column": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {times} times the mismatch of the "
-        "rest (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
-    },
-    words={
-        "column": lambda n: {"where": where_text({**n, "feature": n["column"]}), "times": features.times_text(n["ratio"])}
-    },
+    evidence={"column": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {times} times the mismatch of the rest (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"},
+    words={"column": lambda n: {"where": where_text({**n, "feature": n["column"]}), "times": features.times_text(n["ratio"])}},
 )  # fmt: skip
 
 
 def _sizes(data: PairData, inside: np.ndarray) -> dict[str, Number]:
     size = np.abs(data.d)
-    return data.names | counts(data, inside) | {
+    return data.names | features.counts(data, inside) | {
         "size": float(size[inside].mean()), "elsewhere": float(size[~inside].mean()) if not inside.all() else 0.0,
         "largest": float(size[inside].max()), "share_lower": float(np.mean(data.d[inside] < 0)),
     }  # fmt: skip
@@ -791,27 +742,22 @@ def _sizes(data: PairData, inside: np.ndarray) -> dict[str, Number]:
 
 def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
     name, values, is_id = place.feature, place.values, place.feature.startswith("token")
+    is_range = name in ("token_id", "token_before") and place.kind != "one_of"
     is_boundary = name.startswith(("first_of_chunk", "last_of_chunk", "phase"))
     if not is_boundary and name not in _TOKENS:
         return None
     noise = logit_error(data)
     if np.median(noise[place.inside]) < MIN_PLACE_RATIO * np.median(noise[~place.inside]):
         return None  # the rest is wrong, too
-    if len(values) > (MAX_NAMED if is_id else 4) or (place.inside.mean() >= 0.5 and not _is_id_range(place)):
+    if len(values) > (MAX_NAMED if is_id else 4) or (place.inside.mean() >= 0.5 and not is_range):
         return None
-    if name.startswith("phase") and (len(values) > 2 or place.ratio < 10):
+    is_vague = name.startswith("phase") and (len(values) > 2 or place.ratio < 10)
+    is_late = name in ("position", "total_position") and place.kind != "one_of" and values[0] >= 2
+    if is_vague or is_late or (name == "from_end" and (place.kind != "before" or values[0] > 4)):
         return None
-    if name in ("position", "total_position") and place.kind != "one_of" and values[0] >= 2:
-        return None
-    if name == "from_end" and (place.kind != "before" or values[0] > 4):
-        return None
-    cause = "" if is_boundary else "ids" if _is_id_range(place) else _CAUSES.get(name, "")
-    fault, weight, next = (
-        BOUNDARY if is_boundary else ONE_PLACE,
-        explained(data, place.inside),
-        commands.far_tokens(data),
-    )
-    numbers = _sizes(data, place.inside) | place.numbers | {"cause": cause}
+    cause = "" if is_boundary else "ids" if is_range else _CAUSES.get(name, "")
+    fault, weight = BOUNDARY if is_boundary else ONE_PLACE, explained(data, place.inside)
+    numbers, next = _sizes(data, place.inside) | place.numbers | {"cause": cause}, commands.far_tokens(data)
     finding = fault.finding(data, "place", place.inside, weight=weight, next=next, numbers=numbers)
     each = np.log(len(np.unique(data.sample.tokens))) if is_id else 3.0
     return located(data, finding, place.inside, 2.0 + each * len(values))
@@ -824,25 +770,16 @@ def _part_of_run(data: PairData, place: Where) -> Hypothesis | None:
     if not known or len(place.values) > MAX_NAMED or (name.endswith("_length") and place.kind == "one_of"):
         return None
     steps = data.sample.steps
-    since = _since(steps, np.unique(data.seq[place.inside])) if by_time else None
-    numbers = counts(data, place.inside) | {"column": name, "kind": place.kind, "values": place.values_text}
+    marked = np.isin(np.arange(len(steps)), data.seq[place.inside])
+    first = int(steps[marked].min())
+    since = first if by_time and first > steps.min() and marked[steps >= first].all() else None
+    numbers = features.counts(data, place.inside) | {"column": name, "kind": place.kind, "values": place.values_text}
     numbers |= {"ratio": place.ratio, "since": since, "rms_elsewhere": data.rms(~place.inside)}
     numbers["last_before"] = None if since is None else int(steps[steps < since].max())
     next = commands.query(data, "course") if name == "step" else commands.by_column(data, name)
     weight = explained(data, place.inside)
     finding = SUBSET.finding(data, "column", place.inside, weight=weight, next=next, numbers=numbers)
     return located(data, finding, place.inside, 10.0 * len(place.values) - 2.0 * (name == "step"))
-
-
-def _is_id_range(place: Where) -> bool:
-    return place.feature in ("token_id", "token_before") and place.kind != "one_of"
-
-
-def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    marked = np.zeros(len(steps), bool)
-    marked[rows] = True
-    first = int(steps[marked].min())
-    return first if first > steps.min() and np.all(marked[steps >= first]) and not marked[steps < first].any() else None
 
 
 # --- Unexplained tokens and fault-free verdicts

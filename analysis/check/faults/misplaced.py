@@ -158,11 +158,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
     off = np.flatnonzero(np.nan_to_num(row_means(_cost(data, index))) > max(MIN_OFF_NATS, allowed_noise(data)))
     if len(off) < 2:
         return None
-    lags = _counted_lags(data, index, off)
-    if is_counted := lags is not None:
-        off, lags = off[lags != 0], lags[lags != 0]
-    else:
-        lags = _lags(data, index[off])
+    known = _counted_lags(data, index, off)
+    off, lags = (off, _lags(data, index[off])) if known is None else (off[known != 0], known[known != 0])
     moved, unmoved = _cost(data, index[off], lags[:, None]), _cost(data, index[off])
     compared = np.isfinite(moved)
     long = compared.sum(axis=1) >= 4
@@ -173,16 +170,14 @@ def _shifted(data: PairData) -> Hypothesis | None:
     at_once = np.nansum(moved * head, axis=1) < np.nansum(unmoved * head, axis=1)
     if fits.sum() < max(2, 0.6 * long.sum()) or at_once[fits].mean() < 0.5:
         return None
-    claimed = fits | (is_counted & ~long)  # include rows too short to compare once shifted
+    claimed = fits | ((known is not None) & ~long)  # include rows too short to compare once shifted
     rows, lags = off[claimed], lags[claimed]
     row_lags = np.zeros((len(index), 1), np.int64)
     row_lags[rows, 0] = lags
     values, num = np.unique(lags, return_counts=True)
     lag, is_one = int(values[num.argmax()]), num.max() > 0.9 * len(lags)
-    query = (
-        f"SELECT step, seq_id, position, token_id, logprob_a, logprob_b, lead(logprob_b, {lag}) OVER (PARTITION BY step, "
-        "seq_id ORDER BY position) AS moved FROM {pair} ORDER BY step, seq_id, position LIMIT 40"
-    )
+    query = f"SELECT step, seq_id, position, token_id, logprob_a, logprob_b, lead(logprob_b, {lag}) OVER (PARTITION BY step, "
+    query += "seq_id ORDER BY position) AS moved FROM {pair} ORDER BY step, seq_id, position LIMIT 40"
     by = (name for name, each in _known_lags(data) if np.mean(each[rows] == np.abs(lags)) > 0.9)
     numbers: dict[str, Number] = {
         "lag": lag, "moved": float(after[fits].mean()), "unmoved": float(own[fits].mean()), **data.names,
@@ -197,21 +192,17 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return the best shift of pass b in each row (tokens), [R]: one of LAGS, or the best shift for WIDTH consecutive
-    values of the row."""
-    a, b = _at(data.a, index), _at(data.b, index)
+    """Return the best shift of pass b in each row (tokens), [R], among LAGS and those for WIDTH consecutive values."""
+    a, b = _at(data.a, index), np.pad(_at(data.b, index), ((0, 0), (0, WIDTH - 1)), constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(b, WIDTH, axis=1)
     tried = [np.full(len(index), lag) for lag in LAGS]
-    columns = np.arange(index.shape[1])
     length = (index >= 0).sum(axis=1)
     for part in (0.25, 0.5, 0.75):
         nth = np.maximum((length * part).astype(int) - WIDTH // 2, 0)
         start = ((index >= 0).cumsum(axis=1) > nth[:, None]).argmax(axis=1)
         window = np.take_along_axis(a, np.minimum(start[:, None] + np.arange(WIDTH), index.shape[1] - 1), axis=1)
-        distance = np.zeros(index.shape)
-        for at in range(WIDTH):
-            there = np.where(columns + at < index.shape[1], np.roll(b, -at, axis=1), np.nan)
-            distance += np.nan_to_num(np.minimum(np.abs(there - window[:, at : at + 1]), CAP_NATS), nan=CAP_NATS)
-        tried.append(distance.argmin(axis=1) - start)
+        distance = np.nan_to_num(np.minimum(np.abs(windows - window[:, None]), CAP_NATS), nan=CAP_NATS)
+        tried.append(distance.sum(axis=2).argmin(axis=1) - start)
     costs = [row_means(_cost(data, index, lags[:, None]), np.maximum(4, 0.3 * length)) for lags in tried]
     return np.asarray(np.stack(tried)[np.argmin(costs, axis=0), np.arange(len(index))])
 
@@ -302,8 +293,7 @@ def _reversed(data: PairData) -> Hypothesis | None:
             best, moved, found = chunk, off_by, source
     if not best or data.num_kept < 4:
         return None
-    found = np.where(found == np.arange(data.num_kept), -1, found)
-    is_whole = best not in CHUNKS
+    found, is_whole = np.where(found == np.arange(data.num_kept), -1, found), best not in CHUNKS
     numbers: dict[str, Number] = {"moved": float(moved.mean()), "chunk": best, "cause": "reversed", **data.names}
     return _placed(
         data, SHIFT, "reversed" if is_whole else "reversed_chunks", found, found >= 0, cost=1.0 if is_whole else 6.0,
@@ -342,7 +332,7 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
     return _placed(
         data, ROW_PAIRING, "other_rows", _index(data)[place[data.seq], data.position], np.isin(data.seq, found),
         cost=len(found) * np.log(max(len(names), 2)), weight=len(found) / num_tried, next=commands.row(data, int(found[0])),
-        numbers={**numbers, **{f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]}},
+        numbers=numbers | {f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
     )  # fmt: skip
 
 
@@ -393,8 +383,8 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 
 
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's cheapest sequence of lags of pass b, [R, T], and its saving over no lag at all (nats), [R]. A
-    nonzero lag at the start and each change of the lag cost two nats, and a token without a partner CAP_NATS / 2."""
+    """Return each row's cheapest sequence of lags of pass b, [R, T], and its saving over no lag (nats), [R]. A nonzero
+    lag at the start and each change of the lag cost two nats, and a token without a partner CAP_NATS / 2."""
     there, states, switch = index >= 0, np.arange(len(LAGS))[:, None], 2.0
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
     best = np.where(np.array(LAGS)[:, None] == 0, 0.0, np.full((1, len(index)), switch))
@@ -443,8 +433,8 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Return, for each kept token, the index of the token whose value in pass a matches its value in pass b, [K], or -1
-    if none matches. None if too few tokens have a match."""
+    """Return the index of the token whose value in pass a matches each token's value in pass b, [K], or -1 if none
+    does. None if too few tokens have a match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))
@@ -485,8 +475,7 @@ def _matches(data: PairData) -> np.ndarray | None:
 
 
 def find_broken(data: PairData) -> list[Hypothesis]:
-    """Detect passes that scored different text after a token that one side considers impossible, up to the end of its
-    turn."""
+    """Detect passes that scored different text after a token that one side considers impossible, within its turn."""
     mask = data.sample.mask
     turns = np.cumsum(mask & ~np.r_[False, mask[:-1]] & (data.sample.position > 0))[data.keep]
     turns = np.unique(turns * data.sample.num_sequences + data.seq, return_inverse=True)[1]

@@ -1,5 +1,4 @@
-"""Values that no forward pass computed for the sampled token (missing, constant or copied), and tokens that were never
-sampled."""
+"""Values that no forward pass computed for the sampled token (missing, constant or copied), and unsampled tokens."""
 
 from __future__ import annotations
 
@@ -86,9 +85,8 @@ def _differences(n: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _displaced(num_late: int) -> str:
-    if not num_late:
-        return "displaced, by different numbers of tokens"
-    return f"{abs(num_late)} token{'s' * (abs(num_late) != 1)} {'late' if num_late > 0 else 'early'}"
+    text = f"{abs(num_late)} token{'s' * (abs(num_late) != 1)} {'late' if num_late > 0 else 'early'}"
+    return text if num_late else "displaced, by different numbers of tokens"
 
 
 _WORDS = {
@@ -112,9 +110,8 @@ def _fault(code: str, title: str, *signals: str, **causes: str) -> Fault:
 
 _MISSING = ("missing", "missing_in_both", "missing_elsewhere")
 LENGTHS = _fault("lengths", "tokens are missing on one side", *_MISSING)
-PLACEHOLDERS = _fault(
-    "placeholders", "placeholders instead of logprobs", "constant", "constant_in_both", "constant_rows"
-)
+_CONSTANT = ("constant", "constant_in_both", "constant_rows")
+PLACEHOLDERS = _fault("placeholders", "placeholders instead of logprobs", *_CONSTANT)
 HOLES = _fault(
     "placeholders", "missing values instead of logprobs", *_MISSING,
     impossible="one side gives sampled tokens a probability of 0: it cuts off or forbids tokens that the other side sampled",
@@ -142,11 +139,9 @@ def reference_copied(data: PairData, numbers: Mapping[str, Number]) -> Finding:
 def find_missing(data: PairData) -> list[Finding]:
     """Detect logprobs that are NaN, infinite, or NULL although the other pass has a value. At the ends of sequences they
     indicate truncation, elsewhere lost values. NaN and infinities are also counted at steps that are not inspected."""
-    sample = data.sample
-    a, b = sample.a, sample.b
-    lost_a, lost_b = (
-        sample.mask & ~np.isfinite(side.logprobs) & ~template_tokens(sample, side) for side in (a, b)
-    )  # data_checks reports tokens of a template
+    sample, (a, b) = data.sample, (data.sample.a, data.sample.b)
+    # data_checks reports tokens of a template.
+    lost_a, lost_b = (sample.mask & ~np.isfinite(each.logprobs) & ~template_tokens(sample, each) for each in (a, b))
     in_both = lost_a & lost_b & ~(a.is_null & b.is_null)
     asked = (
         (a, b, lost_a & ~lost_b, a.is_null, "missing"), (b, a, lost_b & ~lost_a, b.is_null, "missing"),
@@ -237,11 +232,9 @@ def _shifted_mask(
 def find_unsampled(data: PairData) -> list[Hypothesis]:
     """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Entropy rises after an
     improbable token, so improbable tokens rarely follow each other."""
-    entropy = data.entropy
-    if entropy is None:
+    if (entropy := data.entropy) is None:
         return []
-    likely = np.maximum(data.a, data.b)
-    unlikely = likely + entropy < UNSAMPLED_NATS
+    unlikely = (likely := np.maximum(data.a, data.b)) + entropy < UNSAMPLED_NATS
     runs = unlikely & (run_lengths(unlikely, data.seq) >= MIN_UNSAMPLED_RUN)
     rows, numbers = np.unique(data.seq[runs]), counts(data, runs)
     if len(rows) < max(4, 0.05 * len(np.unique(data.seq))):
@@ -258,7 +251,7 @@ def find_constants(data: PairData) -> Iterator[Hypothesis]:
         often = np.argsort(-num, kind="stable")[:MAX_CONSTANTS]
         tested = values[np.sort(often[num[often] >= FEW_CONSTANTS])].tolist()
         masks = [(value, side.values == value) for value in tested if value > IMPOSSIBLE_LOGPROB]
-        # Masked logits give slightly different values, because the normaliser differs. Test these values together.
+        # Masked logits give slightly different values, because the normaliser differs, so test these together.
         if len(impossible := values[values <= IMPOSSIBLE_LOGPROB]):
             masks.append((float(np.median(impossible)), side.values <= IMPOSSIBLE_LOGPROB))
         for value, where in masks:
@@ -428,14 +421,12 @@ def find_equal(data: PairData) -> list[Finding]:
     if not data.num_kept:
         return []
     differing = _differing(data.contract("a"), data.contract("b"))
+    numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names, **differing}
+    if not data.d.any() and differing:
+        # Two engines may be designed to give the same bits, but two dtypes never give the same bits everywhere.
+        next, expected = commands.replay(data, "", "as-recorded"), "dtype_a" not in differing
+        return [COPIES.finding(data, "equal_against_contracts", is_expected=expected, next=next, numbers=numbers)]
     if not data.d.any():
-        numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names, **differing}
-        if differing:
-            # Two engines may be designed to give the same bits, but two dtypes never give the same bits everywhere.
-            next, is_expected = commands.replay(data, "", "as-recorded"), "dtype_a" not in differing
-            return [
-                COPIES.finding(data, "equal_against_contracts", is_expected=is_expected, next=next, numbers=numbers)
-            ]
         numbers["contracts_known"] = int(bool(data.contract("a") and data.contract("b")))
         return [EQUAL.finding(data, "equal_bits", numbers=numbers)]
     if found := _copied_since(data):
@@ -448,15 +439,14 @@ def find_equal(data: PairData) -> list[Finding]:
     by_chance = num * max(elsewhere, 1e-3) ** telling.max(where=copied, initial=0)
     if "dtype_a" not in differing or not copied.any() or by_chance > 1e-4:
         return []
-    numbers = {**counts(data, copied[data.seq]), **differing}
-    next = commands.stats(data, "sequence")
-    return [COPIES.finding(data, "copied_rows", copied[data.seq], effect=0.0, next=next, numbers=numbers)]
+    tokens, next = copied[data.seq], commands.stats(data, "sequence")
+    numbers = {**counts(data, tokens), **differing}
+    return [COPIES.finding(data, "copied_rows", tokens, effect=0.0, next=next, numbers=numbers)]
 
 
 def _copied_since(data: PairData) -> list[Finding]:
     """Report a pass that copies the other from some step on, although the contracts stay the same."""
-    steps = data.sample.steps[data.seq]
-    known = np.unique(steps)
+    known = np.unique(steps := data.sample.steps[data.seq])
     telling = data.b < -1e-3  # both passes give certain tokens a logprob of exactly 0, so equal zeros prove nothing
     equal = np.array([not data.d[steps == step].any() and telling[steps == step].any() for step in known])
     since = int(np.argmax(equal))

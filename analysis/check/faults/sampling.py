@@ -20,16 +20,7 @@ from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, FEW, Side, clipped, counts, judged, judged_words, means, pearson, sides
 from ..finding import SIDES, Fault, Finding, Hypothesis, Number, certain, of_signs, predicting
-from ..pair_data import (
-    MIN_REST,
-    UNIT_ROUNDOFF,
-    PairData,
-    allowed_noise,
-    context_pairs,
-    log_odds,
-    once,
-    value_rounding,
-)
+from ..pair_data import MIN_REST, UNIT_ROUNDOFF, PairData, allowed_noise, context_pairs, log_odds, once, value_rounding
 from ..sample import MOST_LOST, ratio_in_bits, unscaled_ratio
 from ..where import occurrences, part_of_rows
 
@@ -209,21 +200,20 @@ def find_temperature(data: PairData) -> list[Hypothesis]:
 def _by_setting(data: PairData) -> list[Hypothesis]:
     settings = data.sample.settings["temperature"][data.seq]
     residual, logs = data.d.copy(), []
-    known = np.unique(settings[np.isfinite(settings) & (settings > 0)])
-    for value in known if len(known) > 1 else ():
-        part, fit = data.within(settings == value), None
-        if part.num_kept >= FEW and (fit := _scale(part)) is not None:
+    known, num = np.unique(settings[np.isfinite(settings) & (settings > 0)], return_counts=True)
+    for value in known[num >= FEW] if len(known) > 1 else ():
+        part = data.within(settings == value)
+        if (fit := _scale(part)) is not None:
             residual[settings == value] = np.where(np.isfinite(fit.residual), fit.residual, part.d)
-        logs += [(np.log(value), 0.0 if fit is None else np.log(fit.scale))] if part.num_kept >= FEW else []
+        logs.append((np.log(value), 0.0 if fit is None else np.log(fit.scale)))
     recorded, fitted = np.array(logs).reshape(-1, 2).T
     for side in sides(data) if len(logs) > 1 and np.ptp(recorded) > 0.1 else ():
         off = fitted - side.sign * recorded
         if np.max(np.abs(off - np.median(off))) < np.ptp(recorded) / 4:
-            least, largest = np.exp(recorded.min()), np.exp(recorded.max())
-            finding = TEMPERATURE.finding(
-                data, "by_setting", next=commands.by_column(data, "temperature"),
-                numbers=side.names | {"num_values": len(logs), "least": float(least), "largest": float(largest)},
-            )  # fmt: skip
+            least, largest = float(np.exp(recorded.min())), float(np.exp(recorded.max()))
+            numbers = side.names | {"num_values": len(logs), "least": least, "largest": largest}
+            next = commands.by_column(data, "temperature")
+            finding = TEMPERATURE.finding(data, "by_setting", next=next, numbers=numbers)
             return [predicting(data, finding, residual, 8.0)]
     return []
 
@@ -375,8 +365,11 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
         next = commands.sql(data, query)
     finding = fault.finding(data, signal, mass < 1 - 1e-6, next=next, numbers=numbers)
     found = of_signs(data, finding, np.full(data.num_kept, raised.sign), 4.0)
+    least = float(np.min(np.nan_to_num(data.sample.settings["top_p"], nan=1.0), initial=1.0))
+    is_within = least >= 1.0 or float(np.mean(size > -np.log(least) + 3 * allowed_noise(data))) < 0.01
     # An explanation that agrees with a recorded filter takes precedence.
-    return [replace(found, gain=float("inf")) if _is_recorded(data, raised.own.name, size) else found]
+    is_recorded = recorded_filter(data) and raised.own.name != TRAIN and is_within
+    return [replace(found, gain=float("inf")) if is_recorded else found]
 
 
 def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
@@ -387,11 +380,9 @@ def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
     if data.entropy is None or usual <= 0 or recorded_filter(data):
         return None
     recorded = data.sample.settings["temperature"][data.seq]
-    factor = np.abs(1 / np.where(recorded > 0, recorded, usual) - 1)
-    side = lowered if usual < 1 else raised
-    size, expected = np.abs(data.d), factor * data.entropy
+    size, expected = np.abs(data.d), np.abs(1 / np.where(recorded > 0, recorded, usual) - 1) * data.entropy
     slope, correlation = float(size.mean() / max(expected.mean(), 1e-9)), pearson(size, expected)
-    lowest, highest = (0.9, 2.5) if usual < 1 else (0.4, 1.1)
+    side, lowest, highest = (lowered, 0.9, 2.5) if usual < 1 else (raised, 0.4, 1.1)
     if not (lowest < slope < highest and correlation > 0.9):
         return None
     numbers = side.names | {"cause": "divided", "temperature": usual, "slope": slope, "correlation": correlation}
@@ -408,13 +399,6 @@ def _smoothed(data: PairData, side: Side) -> Hypothesis:
     return of_signs(data, finding, np.full(data.num_kept, -side.sign), 4.0)
 
 
-def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
-    if not recorded_filter(data) or raised == TRAIN:
-        return False
-    least = float(np.min(np.nan_to_num(data.sample.settings["top_p"], nan=1.0), initial=1.0))
-    return least >= 1.0 or float(np.mean(size > -np.log(least) + 3 * allowed_noise(data))) < 0.01
-
-
 def recorded_filter(data: PairData) -> str:
     settings = {name: data.sample.settings[name] for name in ("top_p", "top_k", "min_p")}
     cuts = {name: each[(each < 1) if name == "top_p" else (each > 0)] for name, each in settings.items()}
@@ -423,8 +407,8 @@ def recorded_filter(data: PairData) -> str:
 
 def _is_cut(data: PairData, raised: Side) -> bool:
     """Return True if tokens were filtered out, or False if padding rows were added to the vocabulary. Signs of
-    truncation: a single token was kept and has logprob 0, the kept tokens have nearly the same total mass in every
-    context, or the mean of 1 / p (an estimate of how many tokens can be sampled) is far below the vocabulary size."""
+    truncation: a single kept token with logprob 0, nearly the same total mass of kept tokens in every context, or a mean
+    of 1 / p (an estimate of how many tokens can be sampled) far below the vocabulary size."""
     was_cut = (raised.own.logprobs <= IMPOSSIBLE_LOGPROB) & np.isfinite(raised.other.logprobs)
     if recorded_filter(data) or np.any(was_cut & data.sample.mask):
         return True
@@ -472,9 +456,8 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
 
 
 def _repeated(data: PairData) -> list[Hypothesis]:
-    """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or by one constant after the
-    first occurrence. The fit compares tokens with the same id, which rules out biases per token id, and includes
-    log-odds as a second regressor, which rules out scale factors."""
+    """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or after the first one. The fit
+    compares tokens with the same id, which rules out biases, and has log-odds as a regressor, which rules out scales."""
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:
         return []
@@ -545,9 +528,8 @@ def _biased(data: PairData) -> list[Hypothesis]:
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:
         return []
-    shift = (odds_a - odds_b)[known]
+    shift, num = (odds_a - odds_b)[known], np.bincount(place, minlength=len(ids))
     usual = float(np.median(np.abs(shift)))
-    num = np.bincount(place, minlength=len(ids))
     middle = shift[np.lexsort((shift, place))][np.cumsum(num) - num + num // 2]
     around = np.bincount(place, np.minimum(np.abs(shift - middle[place]), 2.0)) / num
     biased = (num >= 3) & (np.abs(middle) > max(0.2, 6 * usual)) & (around < np.abs(middle) / 4)
@@ -581,8 +563,7 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
     numbers |= {"num_shifted": int(near.sum()), "bias": bias}
     finding = PENALTY.finding(data, "one_shift", next=commands.far_tokens(data), numbers=numbers)
     # Without a fixed shift, the differences would be spread evenly between 0 and twice the bias.
-    gain = float(near.sum()) * np.log(bias / np.median(error[shifted])) - 16.0
-    return [certain(finding, gain)]
+    return [certain(finding, float(near.sum()) * np.log(bias / np.median(error[shifted])) - 16.0)]
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:

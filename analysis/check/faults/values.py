@@ -15,17 +15,7 @@ from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, FEW, Side, counts, exact_rows, judged, judged_words, pearson, sides
 from ..finding import Broken, Fault, Finding, Hypothesis, Number, certain, of_signs, predicting, scored
-from ..pair_data import (
-    HALF_ULP,
-    PairData,
-    allowed_noise,
-    context_pairs,
-    half_ulp,
-    once,
-    precisions,
-    rms,
-    value_rounding,
-)
+from ..pair_data import HALF_ULP, PairData, allowed_noise, context_pairs, half_ulp, precisions, rms, value_rounding
 from .sampling import MAX_LEFT
 
 MAX_LOGPROB = 1e-4
@@ -170,13 +160,11 @@ def _functions(data: PairData, side: Side) -> list[Hypothesis]:
         return []
     found = []
     for unit, nats, numbers, cost in _conversions(data, values, other):
-        # A floor changes only the least probable tokens.
-        typical = rms if unit == "floor" else _typical
+        typical = rms if unit == "floor" else _typical  # a floor changes only the least probable tokens
         # The residual must also be small compared with the scatter of the values. If logprobs hardly vary, a constant
         # difference (as from lost mass) looks like a factor, and any function fits.
-        size = typical(data.d)
+        size, residual = typical(data.d), nats - other
         varied = min(size, *(typical(each - np.median(each)) for each in (data.d, other)))
-        residual = nats - other
         left = typical(residual[np.isfinite(residual)])
         if np.mean(np.isfinite(nats)) < 0.99 or left >= (MAX_LEFT if cost <= 2 else MAX_LEFT / 3) * varied:
             continue
@@ -185,13 +173,11 @@ def _functions(data: PairData, side: Side) -> list[Hypothesis]:
             data, "other_unit", weight=1 - left / max(size, 1e-12), next=commands.sql(data, query),
             numbers={**side.names, "unit": unit, "residual": left, "size": size, "factor": None, **numbers},
         )  # fmt: skip
-        hypothesis = predicting(data, finding, side.sign * residual, cost, is_right=cost <= 2)
-        wrong = _wrong_sides(data)
-        found.append(replace(hypothesis, rank=int(cost > 2) + 2 * (wrong != "" and side.key not in wrong)))
+        rank = int(cost > 2) + 2 * ((wrong := _wrong_sides(data)) != "" and side.key not in wrong)
+        found.append(replace(predicting(data, finding, side.sign * residual, cost, is_right=cost <= 2), rank=rank))
     return found
 
 
-@once
 def _wrong_sides(data: PairData) -> str:
     """Return the keys (`a`, `b`, `ab` or empty) of the sides where most values are above 0, probabilities in one context
     add up to more than 1, or logprob + entropy averages 0 only on the other side."""
@@ -323,30 +309,26 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
 
 def find_other_quantity(data: PairData) -> Iterator[Hypothesis]:
     """Detect a side that recorded a property of the distribution, such as its entropy, instead of logprobs."""
-    return (each for side in sides(data) for each in _of_distribution(data, side))
-
-
-def _of_distribution(data: PairData, side: Side) -> list[Hypothesis]:
-    numbers, next = side.names | counts(data), commands.tokens(data)
-    entropy = data.entropy if side.own.entropy is None else side.own.entropy[data.keep]
-    if entropy is not None and np.std(entropy) > 0.05 and data.rms() > 0.05:
-        left = side.values + entropy
-        if np.quantile(np.abs(left), 0.95) < 0.1 * float(np.median(np.abs(data.d))):
-            finding = UNRELATED.finding(data, "negative_entropies", next=next, numbers=numbers)
-            return [predicting(data, finding, left, 1.0)]
-    if _are_of_most_probable(side.values, side.others):
-        finding = UNRELATED.finding(data, "most_probable", next=next, numbers=numbers)
-        return [of_signs(data, finding, np.full(data.num_kept, side.sign), 1.0)]
     one, two = context_pairs(data)
-    differ = np.abs(side.others[one] - side.others[two]) > 0.3
-    equal = np.abs(side.values[one] - side.values[two])[differ] < MAX_LOGPROB
-    # A value that is the same in all contexts is a placeholder.
-    if differ.sum() < 12 or equal.mean() < 0.9 or np.std(side.values[one][differ][equal]) < 0.01:
-        return []
-    numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
-    finding = UNRELATED.finding(data, "same_in_context", next=next, numbers=numbers)
-    # This explanation does not predict d, so its gain is set low, as for uncorrelated values.
-    return [certain(finding, 0.1 * data.num_kept)]
+    for side in sides(data):
+        numbers, next = side.names | counts(data), commands.tokens(data)
+        entropy = data.entropy if side.own.entropy is None else side.own.entropy[data.keep]
+        left = side.values + (np.nan if entropy is None else entropy)
+        is_entropy = entropy is not None and np.std(entropy) > 0.05 and data.rms() > 0.05
+        differ = np.abs(side.others[one] - side.others[two]) > 0.3
+        equal = np.abs(side.values[one] - side.values[two])[differ] < MAX_LOGPROB
+        if is_entropy and np.quantile(np.abs(left), 0.95) < 0.1 * float(np.median(np.abs(data.d))):
+            finding = UNRELATED.finding(data, "negative_entropies", next=next, numbers=numbers)
+            yield predicting(data, finding, left, 1.0)
+        elif _are_of_most_probable(side.values, side.others):
+            finding = UNRELATED.finding(data, "most_probable", next=next, numbers=numbers)
+            yield of_signs(data, finding, np.full(data.num_kept, side.sign), 1.0)
+        # A value that is the same in all contexts is a placeholder.
+        elif differ.sum() >= 12 and equal.mean() >= 0.9 and np.std(side.values[one][differ][equal]) >= 0.01:
+            numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
+            finding = UNRELATED.finding(data, "same_in_context", next=next, numbers=numbers)
+            # This explanation does not predict d, so its gain is set low, as for uncorrelated values.
+            yield certain(finding, 0.1 * data.num_kept)
 
 
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
@@ -360,18 +342,17 @@ def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
         return False
     fits = np.exp(values[~equal]) + np.exp(others[~equal]) <= 1.05
     # The most probable token must have been sampled as often as its mean probability predicts.
-    expected = float(np.mean(np.exp(np.minimum(values, 0.0))))
-    return bool(fits.mean() > 0.995 and abs(equal.mean() - expected) < 0.1)
+    return bool(fits.mean() > 0.995 and abs(equal.mean() - float(np.mean(np.exp(np.minimum(values, 0.0))))) < 0.1)
 
 
 def find_unrelated(data: PairData) -> list[Hypothesis]:
     if data.num_kept < FEW or data.rms() < 0.05 or min(np.std(data.a), np.std(data.b)) < 1e-3:
         return []
     correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
-    if correlation >= MIN_CORRELATION:
-        # Each token id has its own mean, so even values from different contexts correlate. The passes count as related
-        # only if they also correlate among tokens with the same id.
-        correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
+    # Each token id has its own mean, so even values from different contexts correlate. The passes count as related only
+    # if they also correlate among tokens with the same id.
+    if correlation >= MIN_CORRELATION and (within := _within_ids(data)) is not None:
+        correlation = max(within, 0.0)
     if correlation >= MIN_CORRELATION:
         return []
     lower, higher = sorted(sides(data), key=lambda side: float(np.mean(side.values)))
@@ -415,8 +396,7 @@ def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
     pass, above and below it about equally often, and with the usual spread."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
-    within = pearson(data.a[off], data.b[off])
-    one_sign = abs(float(np.mean(np.sign(data.d[off]))))
+    within, one_sign = pearson(data.a[off], data.b[off]), abs(float(np.mean(np.sign(data.d[off]))))
     alike = 0.5 < np.std(data.b[off]) / max(float(np.std(data.b)), 1e-9) < 2
     if within > MIN_CORRELATION or one_sign > 0.5 or not alike:
         return []
