@@ -331,7 +331,7 @@ def _explained(data: PairData) -> list[Finding]:
         given = [each for find in declares for each in find(data)]
         is_quantised = any(each.signal == "contract" for each in given)
         declared = [_expected(data, each, is_quantised=is_quantised) for each in given]
-        if any(each.is_expected for each in declared):
+        if any(each.is_expected or each.signal == "stopped" for each in declared):
             rest = data.within(data.updates_behind[data.seq] == 0)
             judged = _explained(rest) if rest.num_kept < data.num_kept else []
             return [*_exactly_explained(data), *declared, *(each for each in judged if each.fails)]

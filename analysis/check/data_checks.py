@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from ...schemas.loss import read_loss
+from ...schemas.passes import CURRENT, REFERENCE, REPLAY_PREFIX, ROLLOUT, TRAIN
+from ...schemas.steps import ALL_STEPS
 from ...schemas.tables import SAMPLING
 from ..trace.columns import attempts, scored_passes
 from ..trace.database import Database
@@ -40,13 +42,13 @@ from .advantages import (
     split_steps,
 )
 from .faults import evidence_text
-from .faults.kinds import BY_TIME
+from .faults.kinds import BY_TIME, MIN_STOPPED
 from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement
-from .faults.sampling import TEMPERATURE, find_temperature
-from .features import pearson
+from .faults.sampling import MAX_LEFT, TEMPERATURE, find_one_sided, find_temperature, unapplied_setting
+from .features import FEW, means, movement, not_repeatable, pearson, repeats, wrong_versions
 from .finding import DataFinding
 from .metrics import KL_COEFFICIENT, check_metrics
-from .pair_data import PairData
+from .pair_data import PairData, allowed_noise, level, logit_error
 from .sample import CHANCE, PairSums, Sample, read_sample
 from .token_checks import best_lag, check_tokens
 from .where import PLACE_NATS, places, where_text
@@ -68,7 +70,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     if len(run.at):
         checks = (
             _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _restarts, check_metrics, _ratios,
-            _reference, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings, _cut_prompts,
+            _reference, _versions, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings, _cut_prompts,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
@@ -504,8 +506,8 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
     known, asked = np.isfinite(reward), []
     name = r"overlong_buffer(_cfg)?[./]"
     buffer, longest = run.number(name + "len$"), run.number("max_resp_len$") or run.number("max_response_length$")
-    is_meant = buffer and longest and run.number(name + "penalty_factor$") != 0
-    if is_meant and (setting := run.switched_on(name + "enable$")):
+    is_meant = run.number(name + "penalty_factor$") != 0
+    if buffer and longest and is_meant and (setting := run.switched_on(name + "enable$")):
         limit = longest - buffer
         over = rows["length"] - limit > 0.05 * buffer
         what = f"responses with clearly more than {limit:,.0f} tokens"
@@ -578,11 +580,19 @@ _OTHER_WEIGHTS = 0.2
 
 
 def _reference(run: DataRows) -> Iterator[DataFinding]:
+    """Find passes other than train and rollout that belong to other tokens, other settings or changing weights."""
     passes = scored_passes(run.database)
-    for name in (each for each in ("reference", "current") if {"train", each} <= {*passes}):
-        moved = [*_moved(run, name)]
+    for name in passes if TRAIN in passes else ():
+        if name in (TRAIN, ROLLOUT) or name.startswith(REPLAY_PREFIX):
+            continue
+        data = _other_pass(run.database, name, run.database.steps)
+        moved = [*_moved(run, name, data)]
         yield from moved
-        for step, size in run.database.connection.execute(_AT_START).fetchall() if name == "reference" else ():
+        if name == CURRENT:
+            yield from () if moved else _other_computation(run, data)
+            continue
+        yield from _changing_weights(run, name, data)
+        for step, size in run.database.connection.execute(_AT_START).fetchall() if name == REFERENCE else ():
             if (size or 0.0) > _OTHER_WEIGHTS and not moved:
                 data = _other_pass(run.database, name, f"{step}:{step}")
                 what, text = "other weights or inputs", _WEIGHTS + _place_text(run, data)
@@ -592,11 +602,72 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
                 yield from find("reference_apart", run.at >= 0, notice=True, size=size)
 
 
+def _other_computation(run: DataRows, data: PairData) -> Iterator[DataFinding]:
+    """Find a pass of the loss (`current`) that differs from train at each row, although no update precedes a step's
+    first batch: a temperature or filter that only one of them applies, or random operations."""
+    data = data.within(data.updates_behind[data.seq] == 0)
+    if data.num_kept < FEW or level(data) <= allowed_noise(data):
+        return
+    exact = (each for each in (*find_temperature(data), *find_one_sided(data)) if (each.left or 0.0) < MAX_LEFT)
+    best = max(exact, key=lambda each: each.gain, default=None)
+    off = means(logit_error(data), data.seq, data.sample.num_sequences)
+    is_whole = np.isin(run.rows["step"], data.sample.steps).sum() == len(off)  # a step's first batch is inspected
+    if best is not None and best.gain > PLACE_NATS:
+        what, text = best.finding.title, evidence_text(best.finding)
+    elif np.nanmin(off) > allowed_noise(data) and is_whole and not_repeatable(data) == "b":
+        what = "random noise"
+        text = f"its logprobs of the same token with the same prefix differ within a step by {repeats(data).b:.2g} nats (rms, in the logit), those of train by {repeats(data).a:.2g}, so a random operation, such as dropout, is active in the loss's forward"
+    else:
+        return
+    is_certain = best is not None and not (data.sample.a.versions - data.sample.b.versions).filled(1).any()
+    numbers: dict[str, Any] = {"when": "", "explanation": f"because {text}", "size": float(np.abs(data.d).mean())}
+    yield from run.find("reference_apart", run.at >= 0, name=CURRENT, what=what, notice=not is_certain, **numbers)
+
+
+_SYNCED = r"(sync|update|reset|refresh|replace)_?ref|ref\w*[_./](\w*_)?(update|reset|ema|refresh)|tr_?dpo|teacher\w*(update|sync|ema)"
+
+
+def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
+    """Find a reference or teacher whose weights change, unless a setting says so."""
+    found = movement(data.sample, np.flatnonzero(data.keep), data.b, allowed_noise(data))
+    if found is None or run.setting(_SYNCED, r"^(?!(false|none|null|no|off|0(\.0)?|-1)?$)"):
+        return
+    steps, known = data.sample.steps[data.seq], np.unique(data.sample.steps)
+    text = "so it is updated, or loaded anew, during the run"
+    if np.median(logit_error(data)[steps >= found.since]) < found.size / 10:
+        text = "and it equals train there up to rounding, so it is the policy itself, and the KL to it vanishes"
+    numbers: dict[str, Any] = {"num_tokens": found.tokens, "size": found.size, "explanation": text}
+    yield from run.find("reference_changes", known >= found.since, known, name=name, notice=True, **numbers)
+
+
+def _versions(run: DataRows) -> Iterator[DataFinding]:
+    """Find versions that are not those of the weights, an engine without updates, and sampling settings not applied."""
+    if run.sample is None or (run.sample.a.name, run.sample.b.name) != (TRAIN, ROLLOUT):
+        return
+    data = _pair_data(run.database, run.sample)
+    if text := unapplied_setting(data):
+        yield from run.find("sampling_contradicts", run.at >= 0, notice=True, explanation=text)
+    if found := wrong_versions(data):
+        (side, moved), known = found, np.unique(run.sample.steps)
+        numbers: dict[str, Any] = {"num_tokens": moved.tokens, "size": moved.size, "name": data.names[side]}
+        yield from run.find("versions_wrong", known >= moved.since, known, notice=True, **numbers)
+        return
+    trainer, engine = (side.versions.compressed() for side in (run.sample.a, run.sample.b))
+    is_whole = run.database.steps == ALL_STEPS and min(len(trainer), len(engine))
+    if is_whole and np.ptp(engine) == 0 and np.ptp(trainer) >= MIN_STOPPED:
+        numbers, behind = {"version": int(engine[0]), "latest": int(trainer.max())}, data.updates_behind > 0
+        yield from run.find("engine_never_updated", behind, sample=run.sample, notice=True, **numbers)
+
+
 _WEIGHTS = "so the reference's weights are not the initial policy's, for example because an adapter is missing, or it reads other inputs, such as prompts without their images"
 
 
 def _other_pass(database: Database, name: str, steps: str) -> PairData:
-    sample, sums = read_sample(database.of_steps(steps), ("train", name), []), PairSums(steps=np.zeros(0), columns={})
+    return _pair_data(database, read_sample(database.of_steps(steps), (TRAIN, name), []))
+
+
+def _pair_data(database: Database, sample: Sample) -> PairData:
+    sums = PairSums(steps=np.zeros(0), columns={})
     return PairData(trace=database.given[0], sample=sample, sums=sums, keep=sample.compared)
 
 
@@ -611,15 +682,13 @@ def _place_text(run: DataRows, first: PairData) -> str:
     return f"; the tokens that differ most ({inside:.2g} nats on average, {rest:.2g} elsewhere) are {there}"
 
 
-def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
+def _moved(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
     """Find a pass whose values belong to other tokens from some step on, provided that train matches rollout."""
     own = run.sample
     if own is not None and pearson(own.a.logprobs[own.compared], own.b.logprobs[own.compared]) < 0.5:
         return
     found: dict[int, tuple[str, str, float] | None] = {}
-    steps = run.database.steps
     for _ in range(2):  # the second round narrows down the first bad step
-        data = _other_pass(run.database, name, steps)
         step_of = data.sample.steps[data.seq]
         found |= {int(step): _place_of(data.within(step_of == step)) for step in np.unique(step_of)}
         known = np.array(sorted(found))
@@ -629,7 +698,7 @@ def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
             return
         if not first:
             break
-        steps = f"{known[first - 1]}:{known[first]}"
+        data = _other_pass(run.database, name, f"{known[first - 1]}:{known[first]}")
     what, explanation, size = found[int(known[first])] or ("", "", 0.0)
     find = partial(run.find, name=name, what=what, when="", explanation=f"because {explanation}")
     yield from find("reference_apart", is_moved, known, size=size)

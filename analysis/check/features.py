@@ -17,8 +17,8 @@ import numpy as np
 
 from ..trace.ragged import centred
 from .finding import Number
-from .pair_data import PairData, allowed_noise, level, levels, logit_error, neighbours, once
-from .sample import PassSample
+from .pair_data import PairData, allowed_noise, level, levels, log_odds, logit_error, neighbours, once
+from .sample import PassSample, Sample, run_lengths
 from .where import later_turn, where_text
 
 CLEAR = 6.0
@@ -224,6 +224,62 @@ def frozen(data: PairData) -> tuple[str, dict[str, Any]] | None:
             if is_frozen and len(np.unique(steps[two][inside])) > 1:
                 moved = {"own": size[side], "moved": size[other]}
                 return side, {"since": int(since), "num_tokens": int(inside.sum()), **moved}
+    return None
+
+
+class Movement(NamedTuple):
+    since: int
+    """First step at which logprobs differ from earlier ones of the same tokens."""
+    tokens: int
+    """Number of tokens that occurred with the same prefix before `since`."""
+    size: float
+    """Median change of their logits (nats)."""
+
+
+def movement(
+    sample: Sample, at: np.ndarray, logprobs: np.ndarray, least: float, versions: np.ndarray | int = 0
+) -> Movement | None:
+    """Return how far the weights move that give the tokens `at` ([K] indices) their `logprobs` [K]: by how much these
+    change from step to step for the same token, prefix and, if given, policy version ([K]).
+
+    None if the change is at most `least` nats or not clearly larger than within a step, if fewer than MIN_REPEATS tokens
+    repeat, or if a prompt repeats an id 16 times, as placeholders do, because equal ids may then stand for different images.
+    """
+    if not len(at):
+        return None
+    seq, heat = sample.seq[at], np.nan_to_num(sample.settings["temperature"])
+    same = [sample.token_keys[at], heat[seq], np.broadcast_to(versions, len(at))]
+    order = np.lexsort((sample.steps[seq], *same))
+    steps, odds, is_clear = sample.steps[seq][order], log_odds(logprobs)[order], logprobs[order] < np.log(0.95)
+    is_first = np.r_[True, np.logical_or.reduce([each[order][1:] != each[order][:-1] for each in same])]
+    before = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+    change = np.where(is_clear & is_clear[before], np.abs(odds - odds[before]), np.nan)
+    later, is_new = steps > steps[before], is_first | np.r_[True, steps[1:] != steps[:-1]]  # once per step
+    if len(twins := change[~later & ~is_first & np.isfinite(change)]):
+        least = max(least, 3 * float(np.median(twins)))
+    later &= is_new & np.isfinite(change)
+    for since in np.unique(steps[later]):
+        now, moved = change[later & (steps == since)], change[later & (steps >= since) & (steps[before] < since)]
+        if len(now) >= 5 and len(moved) >= MIN_REPEATS and min(np.median(now), np.median(moved)) > least:
+            prompts = [np.array(sample.prompts[row] or []) for row in np.unique(seq)]
+            is_image = any(run_lengths(each, np.zeros(len(each))).max(initial=0) >= 16 for each in prompts)
+            return None if is_image else Movement(int(since), len(moved), float(np.median(moved)))
+    return None
+
+
+@once
+def wrong_versions(data: PairData) -> tuple[str, Movement] | None:
+    """Return the side, `a` or `b`, whose policy version is not that of its weights: the passes agree, but the same token,
+    prefix and version have other logprobs at other steps, in one pass or between the two. None if there is none."""
+    if not data.num_kept or np.median(logit_error(data)) > allowed_noise(data):
+        return None
+    at, values = np.flatnonzero(data.keep), {"a": data.a, "b": data.b}
+    recorded = {side: getattr(data.sample, side).versions.filled(-1)[data.seq] for side in values}
+    for sides in ("a", "b", "ab"):
+        versions, logprobs = (np.concatenate([each[side] for side in sides]) for each in (recorded, values))
+        known, tokens = versions >= 0, np.tile(at, len(sides))
+        if found := movement(data.sample, tokens[known], logprobs[known], allowed_noise(data), versions[known]):
+            return sides[-1], found
     return None
 
 

@@ -559,5 +559,5 @@ def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:
         now, before = (np.array([value[step - less] for step in steps]) for less in (0, by))
         if _num_different(now) > 2 and np.allclose(now, before, rtol=_EXACT, atol=0.0):
             numbers: dict[str, Any] = {"attempt": attempt.attempt, "start": start, "first": known[0].first_step}
-            yield from run.find("schedule_restarts", steps > -1, steps, name=name, **numbers)
+            yield from run.find("schedule_restarts", steps > -1, steps, name=name, notice=True, **numbers)
             return

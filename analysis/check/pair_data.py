@@ -6,7 +6,7 @@ Shapes: N sampled tokens in S sequences, K kept tokens (unexplained so far).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
@@ -151,10 +151,10 @@ class PairData:
         return {"a": self.sample.a.name, "b": self.sample.b.name}
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> dict[str, Any]:
         """The recorded model config. Empty if it is unknown, or not a mapping."""
         config = self.model.get("config")
-        return config if isinstance(config, Mapping) else {}
+        return config if isinstance(config, dict) else {}
 
     def contract(self, side: str) -> Contract:
         """Return the kept sequences' most frequent contract in pass `a` or `b`. Empty if none is recorded."""

@@ -679,22 +679,29 @@ def rolled(rows, by):
     return [np.roll(row, by(number)) for number, row in enumerate(rows)]
 
 
+def without_tools(filler):
+    def rows(step, number):
+        rows = zip(in_float32(step, number), tool_rows(step, number), strict=True)
+        return [np.where(sampled, row, np.float32(filler)) for row, sampled in rows]
+
+    return rows
+
+
 @pytest.mark.parametrize(
-    ("by", "text"),
+    ("by", "text", "filler"),
     [
-        (lambda row: 0, ""),
-        (lambda row: 1, "1 token late"),
-        (lambda row: -2, "2 tokens early"),
-        (lambda row: row % 5 - 2, "displaced, by different numbers of tokens"),
+        (lambda row: 0, "", np.nan),
+        (lambda row: 1, "1 token late", np.nan),
+        (lambda row: -2, "2 tokens early", np.nan),
+        (lambda row: row % 5 - 2, "displaced, by different numbers of tokens", np.nan),
+        (lambda row: 0, "", 0.0),
+        (lambda row: 1, "1 token late", 0.0),
+        (lambda row: -2, "2 tokens early", -1.0),
     ],
 )
-def test_a_loss_mask_beside_the_tokens_with_logprobs_is_displaced(tmp_path, by, text):
-    def holes(step, number):
-        rows = zip(in_float32(step, number), tool_rows(step, number), strict=True)
-        return [np.where(sampled, row, np.nan) for row, sampled in rows]
-
+def test_a_loss_mask_beside_the_tokens_with_logprobs_is_displaced(tmp_path, by, text, filler):
     run = Recording(
-        rollout=holes, contracts=BOTH_FP32, options={"longest": 40},
+        rollout=without_tools(filler), contracts=BOTH_FP32, options={"longest": 40},
         sequences=lambda step, number: {"response_mask": rolled(tool_rows(step, number), by)},
     )  # fmt: skip
     found = check(run.write(tmp_path / "trace"))
@@ -702,20 +709,29 @@ def test_a_loss_mask_beside_the_tokens_with_logprobs_is_displaced(tmp_path, by, 
     assert bool(displaced) == bool(text)
     assert found.is_valid == (not text)
     if text:
-        assert evidence_text(displaced[0]).endswith(f"the loss mask is {text}")
+        assert f"the loss mask is {text}" in evidence_text(displaced[0])
 
 
-def test_a_mask_of_exactly_the_tokens_without_logprobs_is_inverted(tmp_path):
-    def holes(step, number):
-        rows = zip(in_float32(step, number), tool_rows(step, number), strict=True)
-        return [np.where(sampled, row, np.nan) for row, sampled in rows]
-
-    run = Recording(
-        rollout=holes, sequences=lambda step, number: {"response_mask": [~row for row in tool_rows(step, number)]}
+@pytest.mark.parametrize("filler", [np.nan, 0.0])
+def test_a_mask_of_exactly_the_tokens_without_logprobs_is_inverted(tmp_path, filler):
+    inverted = Recording(
+        rollout=without_tools(filler),
+        sequences=lambda step, number: {"response_mask": [~row for row in tool_rows(step, number)]},
     )
-    found = check(run.write(tmp_path / "trace"))
+    found = check(inverted.write(tmp_path / "trace"))
     assert not found.is_valid
     assert found.findings[0].title == "the loss mask is inverted"
+
+
+def test_a_placeholder_at_the_first_token_is_no_displaced_mask_although_the_end_token_is_masked(tmp_path):
+    def filled(step, number):
+        return [np.r_[np.float32(0), row[1:]] for row in in_float32(step, number)]
+
+    def all_but_last(step, number):
+        return {"response_mask": [np.arange(len(row)) < len(row) - 1 for row in step.responses]}
+
+    run = Recording(rollout=filled, contracts=BOTH_FP32, sequences=all_but_last)
+    assert check(run.write(tmp_path / "trace")).findings[0].title == "placeholders instead of logprobs"
 
 
 def test_sampled_from_neither_names_the_side_whose_entropies_are_recorded(tmp_path):

@@ -90,7 +90,8 @@ def test_a_token_that_is_recorded_twice_is_named(tmp_path):
     first, *others = found.findings
     assert (first.code, first.signal, first.numbers["side"]) == ("shift", "neighbours", "rollout")
     assert (first.numbers["lag"], first.numbers["num_tokens"]) == (-1, len(rows))
-    assert "recorded twice" in evidence_text(first)
+    assert first.title == "some tokens were recorded twice"
+    assert "one token was recorded twice" in evidence_text(first)
     assert not any(each.fails for each in others)
 
 

@@ -919,13 +919,15 @@ def test_entropies_of_logprobs_that_ignore_the_temperature_too_belong_to_them(tm
 
     given = at_temperature(temperature, 1.0) | {"passes": passes}
     path = write(tmp_path / "run", **given)
-    assert findings(path) == ()
+    assert [each.code for each in findings(path)] == ["sampling_contradicts"] * (temperature < 1)
     assert ("penalty" in {each.code for each in check(path).findings}) == (temperature > 1)
 
 
 def test_entropies_of_samples_with_a_filter_that_is_not_recorded_are_no_fault(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "sample", partial(sample, process=lambda rows: top_p(rows, 0.85)))
-    assert findings(write(tmp_path / "run", **at_temperature(0.7, 0.7))) == ()
+    (found,) = findings(write(tmp_path / "run", **at_temperature(0.7, 0.7)))
+    assert (found.code, found.is_notice) == ("sampling_contradicts", True)
+    assert "or a filter that is not recorded" in data_text(found)
     assert findings(write(tmp_path / "other", **at_temperature(0.7, 0.7, min_p=0.1))) == ()
 
 
@@ -2183,8 +2185,8 @@ def test_other_usual_averages_are_no_contradiction(tmp_path, kind):
     assert [data_text(each) for each in found if each.code.startswith("metric")] == []
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_schedule_that_begins_anew_after_a_resumption_is_named(tmp_path, again):
+@pytest.mark.parametrize("is_anew", [True, False])
+def test_a_schedule_that_begins_anew_after_a_resumption_is_named(tmp_path, is_anew):
     for attempt, steps in enumerate((range(1, 5), range(5, 9))):
         with Recorder(tmp_path / "run", resume=attempt > 0) as recorder:
             for number in steps:
@@ -2194,5 +2196,200 @@ def test_a_schedule_that_begins_anew_after_a_resumption_is_named(tmp_path, again
                 batch = recorder.add_sequences(step=number, **ids, group_ids=step.groups, reward=reward, advantage=grpo(reward))  # fmt: skip
                 recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
                 recorder.add_scores("train", batch, logprobs=step.scored())
-                recorder.add_metrics(number, {"actor/lr": 1e-6 * (1 - (number - 4 * attempt * again) / 20)})
-    assert [(each.code, each.since) for each in findings(tmp_path / "run")] == [("schedule_restarts", None)] * again
+                recorder.add_metrics(number, {"actor/lr": 1e-6 * (1 - (number - 4 * attempt * is_anew) / 20)})
+    assert [(each.code, each.since, each.is_notice) for each in findings(tmp_path / "run")] == [
+        ("schedule_restarts", None, True)
+    ] * is_anew
+
+
+def sampled_with(process, sharpness=2.5, given=lambda logits: logits, **recorded):
+    """Rows that are sampled from processed logits. The passes have those that `given` returns."""
+
+    def columns(step, number):
+        drawn = sample(
+            table(sharpness=sharpness), number, groups=GROUPS, in_group=IN_GROUP, longest=30, process=process
+        )
+        step.prompts[:], step.responses[:], step.logits = drawn.prompts, drawn.responses, given(drawn.logits)
+        rows = {"prompt_ids": drawn.prompts, "response_ids": drawn.responses}
+        return {name: [row.tolist() for row in each] for name, each in rows.items()} | recorded
+
+    return {"columns": columns, "longest": 30}
+
+
+SAMPLING = {
+    "no temperature": (sampled_with(lambda rows: rows / 0.7, temperature=0.7), "temperature = 0.7 is recorded"),
+    "nearly greedy": (sampled_with(lambda rows: rows * 8, temperature=1.0), "a lower one, or a filter"),
+    "no filter": (sampled_with(lambda rows: rows, 5.0, temperature=1.0, top_p=0.5), "top_p = 0.5 is recorded"),
+    "a temperature": (
+        sampled_with(lambda rows: rows / 0.7, given=lambda rows: rows / np.float32(0.7), temperature=0.7), "",
+    ),
+    "a filter": (sampled_with(partial(top_p, mass=0.5), 5.0, temperature=1.0, top_p=0.5), ""),
+    "renormalised after a filter": (
+        sampled_with(partial(top_p, mass=0.5), 5.0, partial(top_p, mass=0.5), temperature=1.0, top_p=0.5), "",
+    ),
+    "a wide filter": (sampled_with(partial(top_p, mass=0.95), 5.0, temperature=1.0, top_p=0.95), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_recorded_sampling_settings_show_in_the_samples(tmp_path, kind):
+    run, text = SAMPLING[kind]
+    checked = check(write(tmp_path / "trace", **run))
+    found = [one for one in checked.data if one.code == "sampling_contradicts"]
+    assert (checked.is_valid, [one.is_notice for one in found]) == (True, [True] * bool(text))
+    assert all(text in data_text(one) for one in found)
+
+
+# --- Weights of the passes, seen in prompts that come again
+
+
+def again(step, number, prompt=lambda group: np.full(4, group)):
+    step.prompts[:] = [prompt(group) for group in GROUP]
+    return {"prompt_ids": [row.tolist() for row in step.prompts]}
+
+
+def of_weights(versions=(lambda n: n, lambda n: n), rounds=lambda logits, n: logits, size=0.1, **ages):
+    """Passes with the weights of the step `ages[name](number)`, and the versions of the engine and the trainer."""
+    ages = {"rollout": lambda n: n, "train": lambda n: n} | ages
+
+    def passes(recorder, batch, step, number):
+        declared = dict(zip(("rollout", "train"), versions, strict=True))
+        for name, age in ages.items():
+            if number == 1 and name == "teacher":
+                recorder.add_contract("teacher", {"engine": "vllm"})
+            logits = moved(moved(table(), 3, size * (age(number) - 1)), 4, 1e-5 * (name != "train"))
+            rows = step.scored(rounds(logits, number))
+            version = declared[name](number) if name in declared else None
+            recorder.add_scores(name, batch, logprobs=rows, policy_version=version)
+
+    return {"passes": passes, "columns": again, "reward": graded, "steps": 16, "longest": 30}
+
+
+def initial(number):
+    return 1
+
+
+def rounded(logits, number):
+    """Rounded otherwise at each step, as in batches of other shapes."""
+    noise = np.random.default_rng(number).normal(0, 2.0**-9, logits.shape)
+    return (logits * (1 + noise)).astype(np.float32)
+
+
+def drained(number):
+    """An engine up to two steps ahead, until the trainer uses up its last batches."""
+    return min(number - number % 3, 12)
+
+
+WEIGHTS = {
+    "the reference is the policy": (of_weights(reference=lambda n: n), "reference_changes", 3, "it is the policy itself"),
+    "the reference follows the policy": (
+        of_weights(reference=lambda n: max(n - 4, 1)) | {"hyperparameters": {"sync_ref_model": False, "ref_model_sync_steps": 512}},
+        "reference_changes", 7, "updated, or loaded anew",
+    ),
+    "the reference is loaded anew": (of_weights(reference=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "loaded anew"),
+    "the teacher changes": (of_weights(teacher=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "loaded anew"),
+    "no version grows": (of_weights((initial, initial)), "versions_wrong", 3, "train gives"),
+    "the engine's version does not grow": (of_weights((initial, lambda n: n)), "versions_wrong", 3, "rollout gives"),
+    "the engine's version is three too low": (
+        of_weights((lambda n: n - 3, lambda n: n)), "versions_wrong", None, "rollout gives",
+    ),
+    "the engine is never updated": (
+        of_weights((initial, lambda n: n), rollout=initial), "engine_never_updated", 2, "policy version 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_that_are_not_as_recorded_show_in_prompts_that_come_again(tmp_path, kind):
+    run, code, since, text = WEIGHTS[kind]
+    checked = check(write(tmp_path / "trace", **run))
+    (found,) = checked.data
+    assert (found.code, found.is_notice, checked.is_valid) == (code, True, True)
+    assert text in data_text(found)
+    assert since is None or abs(found.since - since) <= 1
+    assert (checked.findings[0].signal == "policy_versions") == (code == "engine_never_updated")
+
+
+UNMOVED = {
+    "a fixed reference and teacher": of_weights(reference=initial, teacher=initial),
+    "rounding in each batch": of_weights(reference=initial, teacher=initial, rounds=rounded),
+    "a reference that is replaced as declared": of_weights(reference=lambda n: n)
+    | {"hyperparameters": {"ref_model_sync_steps": 4, "sync_ref_model": True}},
+    "weights that do not move": of_weights((lambda n: 0, lambda n: 0), size=0.0),
+    "a rate of almost 0": of_weights((lambda n: 0, lambda n: 0), size=1e-4, reference=lambda n: n),
+    "other images in equal prompts": of_weights((initial, initial), reference=lambda n: n)
+    | {"columns": partial(again, prompt=lambda group: np.full(20, group))},
+    "an engine updated every four steps": of_weights((lambda n: n - n % 4, lambda n: n), rollout=lambda n: n - n % 4),
+    "the last batches of an engine": of_weights((drained, lambda n: n), rollout=drained),
+}
+
+
+@pytest.mark.parametrize("kind", UNMOVED)
+def test_weights_as_recorded_are_no_finding(tmp_path, kind):
+    checked = check(write(tmp_path / "trace", **UNMOVED[kind]))
+    assert (checked.is_valid, checked.data) == (True, ())
+
+
+def test_an_engine_that_is_no_longer_updated_is_not_excused_by_its_versions(tmp_path):
+    stopped = partial(min, 7)
+    checked = check(write(tmp_path / "trace", **of_weights((stopped, lambda n: n), rollout=stopped)))
+    first = checked.findings[0]
+    assert (checked.is_valid, first.signal, first.broken, first.numbers["since"]) == (False, "stopped", "engine", 7)
+
+
+def of_loss(change, version=lambda n: n):
+    def passes(recorder, batch, step, number):
+        for name, rows in (("rollout", in_float32(step, number)), ("train", step.scored())):
+            recorder.add_scores(name, batch, logprobs=rows, policy_version=number)
+        recorder.add_scores("current", batch, logprobs=change(step, number), policy_version=version(number))
+
+    return {"passes": passes, "longest": 30, "reward": graded, "columns": lambda step, n: {"temperature": 0.7}}
+
+
+def noisy(step, number):
+    """Logprobs of a forward with dropout."""
+    draw = np.random.default_rng(number)
+    return [
+        np.minimum(row + draw.normal(0, 0.5, len(row)) * np.minimum(-row, 1), 0).astype(np.float32)
+        for row in step.scored()
+    ]
+
+
+def in_batches(step, number):
+    """Logprobs of four batches, with an update after each."""
+    rows = [step.scored(moved(step.logits, number, 0.1 * part)) for part in range(4)]
+    return [rows[at % 4][at] for at in range(len(step.responses))]
+
+
+LOSS_PASS = {
+    "a temperature": (of_loss(lambda step, n: step.scored(step.logits * 0.7)), [("temperature on one side only", False)]),
+    "a filter": (
+        of_loss(lambda step, n: [np.minimum(row + 0.3, 0) for row in step.scored()]), [("softmax covers fewer tokens", False)],
+    ),
+    "dropout": (of_loss(noisy), [("random noise", True)]),
+    "updates": (of_loss(in_batches), []),
+    "newer weights": (of_loss(lambda step, n: step.scored(step.logits * 1.2), lambda n: n + 1), []),
+    "rounding": (of_loss(in_float32), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOSS_PASS)
+def test_the_loss_computes_its_logprobs_as_the_trainer_does(tmp_path, kind):
+    run, expected = LOSS_PASS[kind]
+    found = [one for one in findings(write(tmp_path / "trace", **run)) if one.code == "reference_apart"]
+    assert [(one.title.partition(": ")[2], one.is_notice) for one in found] == [
+        (one.title.partition(": ")[2], is_notice)
+        for one, (title, is_notice) in zip(found, expected, strict=True)
+        if title in one.title
+    ]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_teacher_is_checked_like_a_reference(tmp_path, lag):
+    def passes(recorder, batch, step, number):
+        if number == 1:
+            recorder.add_contract("teacher", {"engine": "vllm"})
+        other_pass("teacher", later(lag, 1))(recorder, batch, step, number)
+
+    found = findings(write(tmp_path / "trace", passes=passes))
+    assert [one.title for one in found] == ["the teacher pass does not match train: shifted by 1 token"] * lag

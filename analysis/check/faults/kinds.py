@@ -80,6 +80,8 @@ WEIGHTS = Fault(
         "{of_versions:,} versions, starting at version {first_version}",
         "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of "
         "{of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
+        "stopped": "according to the recorded policy versions, {side} has kept version {version} since step {since}, while "
+        "{other} has moved on to version {latest}, although it was at most {before} update(s) behind at earlier steps",
         "contract": "only {side}'s contract sets {setting} to {value}",
         "one_adapter": "only {side} has an adapter, and " + features.SIZE,
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them, so the mismatch grew with the updates",
@@ -109,6 +111,7 @@ WEIGHTS = Fault(
         "quantised": "one side's weights are quantised",
         "after_update": "one side was scored after the update on the same batch",
         "never_synchronised": "the trainer's weights were never sent to the engine",
+        "stopped": "the trainer's weights are no longer sent to the engine",
         "early": "older weights or a different prompt at the beginning of responses: a prefix cache kept across updates, or weights swapped during sampling",
         "frozen": "one side's weights are never updated",
         "other_weights": "the engine's weights match no recorded version of the trainer",
@@ -120,7 +123,7 @@ WEIGHTS = Fault(
 
 def find_versions(data: PairData) -> list[Finding]:
     inside = data.updates_behind[data.seq] != 0
-    if not inside.any():
+    if not inside.any() or features.wrong_versions(data):
         return []
     fresh = data.within(~inside)
     if fresh.num_kept >= FEW_TOKENS and level(fresh) > max(allowed_noise(fresh), level(data.within(inside)) / 2):
@@ -129,7 +132,35 @@ def find_versions(data: PairData) -> list[Finding]:
     numbers = features.counts(data, inside) | {"cause": "stale_weights", "side": data.names["b" if lag > 0 else "a"]}
     numbers |= {"of_sequences": data.sample.num_sequences, "updates_behind": abs(lag)}
     next = commands.sql(data, BY_VERSION)
+    if found := _stopped(data):
+        inside = data.sample.steps[data.seq] >= found["since"]
+        return [WEIGHTS.finding(data, "stopped", inside, next=next, broken="engine", numbers=numbers | found)]
     return [WEIGHTS.finding(data, "policy_versions", inside, next=next, broken="versions", numbers=numbers)]
+
+
+MIN_STOPPED = 5
+"""Minimum number of steps after which an engine that keeps its weights is no longer updated."""
+
+
+def _stopped(data: PairData) -> dict[str, Any]:
+    """Return since when the engine keeps its weights, although it followed the trainer before. Empty if it does not.
+
+    An engine that is updated every few steps, or ahead of a trainer that uses up its last batches, was as far behind
+    before: the last lag must be three times the largest earlier one, and the mismatch must have grown as well.
+    """
+    trainer, engine = (side.versions.filled(-1) for side in (data.sample.a, data.sample.b))
+    known = np.minimum(trainer, engine) >= 0
+    steps = np.unique(data.sample.steps[known])
+    rows = [known & (data.sample.steps == step) for step in steps]
+    newest, latest = (np.array([each[row].max() for row in rows]) for each in (engine, trainer))
+    lag, since = latest - newest, int(steps[np.argmax(newest == newest[-1])])
+    before, later = steps < since, data.sample.steps[data.seq] >= since
+    if not before.any() or steps[-1] - since < MIN_STOPPED or data.rms(later) < 3 * data.rms(~later):
+        return {}
+    if data.names["b"] != ROLLOUT or lag[-1] < max(MIN_STOPPED, 3 * lag[before].max()):
+        return {}
+    shown = {"version": int(newest[-1]), "latest": int(latest[-1]), "before": int(max(lag[before].max(), 0))}
+    return {"cause": "stopped", "side": ROLLOUT, "other": data.names["a"], "since": since, **shown}
 
 
 def find_quantisation(data: PairData) -> list[Finding]:

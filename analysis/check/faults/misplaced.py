@@ -94,6 +94,7 @@ SHIFT = Fault(
     words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _shift_words},
     causes={"own": "one side's rows are shifted by different numbers of tokens (wrong padding or offsets)",
             "neighbour": "some tokens have their neighbours' values",
+            "doubled": "some tokens were recorded twice",
             "reversed": "one side's values are in reverse order",
             "lost": "some of one side's values are missing, and later values have moved up"},
     evidence={
@@ -268,10 +269,11 @@ def _of_neighbours(
     moved = np.abs(_at(side.others, source) - side.values)
     same = (ids == ids[source]) & (side.values == side.values[source])
     ordered = sorted(lags, key=lambda lag: -lags[lag])
-    numbers: dict[str, Number] = {**side.names, **counts(data, there), "cause": "neighbour", "lag": ordered[0]}
+    is_repeated = bool(same[there].mean() > 0.9)
+    numbers: dict[str, Number] = {**side.names, **counts(data, there), "lag": ordered[0]}
     numbers |= {"lags": ", ".join(map(str, ordered)), "num_beside": int(beside.sum())}
     numbers |= {"moved": float(moved[there].mean()), "size": float(np.abs(data.d[there]).mean())}
-    numbers |= {"is_repeated": int(same[there].mean() > 0.9)}
+    numbers |= {"is_repeated": int(is_repeated), "cause": "doubled" if is_repeated else "neighbour"}
     tokens = there | beside
     alike = [place for place in where if (place.inside & tokens).sum() > 0.7 * (place.inside | tokens).sum()]
     numbers |= alike[0].numbers if alike else {}

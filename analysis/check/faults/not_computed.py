@@ -203,10 +203,13 @@ def _missing(
     return _shifted_mask(data, side, found) or found
 
 
-def _shifted_mask(data: PairData, side: PassSample, finding: Finding) -> Finding | None:
-    """Return a finding if the loss mask is inverted or shifted: as many tokens are wrongly left out as included."""
+def _shifted_mask(
+    data: PairData, side: PassSample, finding: Finding, filler: np.ndarray | None = None
+) -> Finding | None:
+    """Return a finding if the loss mask is inverted or shifted: as many tokens are wrongly left out as included. If given,
+    `filler` ([N] bool) marks the tokens without a logprob."""
     sample = data.sample
-    has, place = np.isfinite(side.logprobs), np.arange(len(sample.mask))
+    has, place = np.isfinite(side.logprobs) if filler is None else ~filler, np.arange(len(sample.mask))
     wrong = (sample.mask & ~has, has & ~sample.mask)
     lost, out = (np.bincount(sample.seq[each], minlength=sample.num_sequences) for each in wrong)
     num, num_out = int(lost.sum()), int(out[lost > 0].sum())
@@ -217,13 +220,17 @@ def _shifted_mask(data: PairData, side: PassSample, finding: Finding) -> Finding
         inside = (lost > 0)[sample.seq] & (sample.seq[origin] == sample.seq)
         return bool(np.mean(sample.mask[origin][inside] == has[inside]) > 0.98)
 
-    if num_out and (sample.mask != has).all():
+    if num_out and (sample.mask != has).mean() > 0.98:
         numbers["cause"] = "inverted"
     elif np.minimum(lost, out).sum() < 0.8 * num or num_out > 1.25 * num:
         return None
     else:
         tried = sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]
         numbers["num_late"] = next((late for late in tried if fits(late)), 0)
+    # Filler at a row's first token and a masked end token look like a shift, but then it is at no masked token.
+    is_shifted = numbers.get("num_late") and has[~sample.mask].mean() < 0.9
+    if filler is not None and not (is_shifted or "cause" in numbers):
+        return None
     return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
 
 
@@ -259,7 +266,10 @@ def find_constants(data: PairData) -> Iterator[Hypothesis]:
                 is_sparse = precisions(data)["ab".index(side.key)].rounded is not None
                 if far.sum() < 0.02 * where.sum() if value == 0.0 else is_sparse:
                     where = far
-                finding = _constant(data, side, value, where)
+                finding, own = _constant(data, side, value, where), side.own.logprobs
+                lost = own == value if value > IMPOSSIBLE_LOGPROB else own <= IMPOSSIBLE_LOGPROB
+                if displaced := _shifted_mask(data, side.own, finding, lost):
+                    finding = replace(displaced, effect=finding.effect)
                 yield predicting(data, finding, np.zeros(data.num_kept), np.log(data.num_kept), where)
 
 

@@ -570,12 +570,10 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows. The passes
     agree, so the comparison is valid, unless both recorded values in another unit, which looks the same."""
     data = data.within(data.updates_behind[data.seq] == 0)  # older weights sampled the other rows
-    side = max(sides(data), key=lambda each: abs(each.sampled_score))
-    if side.own.entropy is None or data.num_kept < 400:
+    if (judged_side := _judged(data)) is None:
         return []
-    if side.own.share_lost > MOST_LOST or any(unscaled_ratio(data.sample, side.own)):
-        return []  # data_checks reports entropies of another distribution
-    recorded, entropy, is_sharper = recorded_penalty(data), side.own.entropy[data.keep], side.sampled_mean > 0
+    (side, entropy), recorded = judged_side, recorded_penalty(data)
+    is_sharper = side.sampled_mean > 0
     excess = means(np.nan_to_num(side.values + entropy), data.seq, data.sample.num_sequences)
     part = part_of_rows(data.sample, excess) if _is_plain(data) else None
     numbers: dict[str, Number] = {"mean": side.sampled_mean, "recorded": recorded, "cause": "sampled_elsewhere"}
@@ -596,6 +594,37 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     if part is not None or recorded or is_sharper:
         finding = replace(finding, side=None)
     return [Hypothesis(finding=finding, tokens=np.zeros(len(data.keep), bool), gain=float("inf"))]
+
+
+def _judged(data: PairData) -> tuple[Side, np.ndarray] | None:
+    """Return the side whose logprobs fit its entropies least, and these, [K]. None if they are few or those of another
+    distribution, which data_checks reports."""
+    side = max(sides(data), key=lambda each: abs(each.sampled_score))
+    if side.own.entropy is None or data.num_kept < 400 or side.own.share_lost > MOST_LOST:
+        return None
+    return None if any(unscaled_ratio(data.sample, side.own)) else (side, side.own.entropy[data.keep])
+
+
+def unapplied_setting(data: PairData) -> str:
+    """Describe a recorded setting that the samples of two equal passes contradict. Empty if there is none.
+
+    If top_p keeps a token with probability p, more than 1 - top_p of the probability mass is on tokens that are at most
+    as likely, so the entropy exceeds (1 - top_p) * -ln(p), unless the logprobs were renormalised.
+    """
+    data = data.within(data.updates_behind[data.seq] == 0)
+    if (found := _judged(data)) is None or ratio_in_bits(-found[0].values, found[1]):
+        return ""
+    (side, entropy), heat = found, data.sample.settings["temperature"]
+    top_p = data.sample.settings["top_p"][data.seq]
+    is_clear = side.sampled_score >= CLEAR and side.sampled_mean >= 0.05
+    if is_clear and np.all((heat > 0) & (heat <= 1)) and not _is_plain(data) and not recorded_filter(data):
+        is_applied = "neither pass applies it, or a filter" if np.min(heat) < 1 else "a lower one, or a filter,"
+        return f"temperature = {np.median(heat):g} is recorded, but logprob + entropy averages {side.sampled_mean:.2g} nats instead of 0: {is_applied} that is not recorded was applied in sampling"
+    likely = (side.values > np.log(0.9)) & (side.values < 0)
+    share = float(np.mean((-side.values * (1 - top_p) > 1.1 * entropy + 0.1)[top_p < 1])) if (top_p < 1).any() else 0.0
+    if share < 0.01 or likely.sum() < max(FEW, 3 * (side.values == 0).sum()):
+        return ""  # renormalised probabilities of likely tokens are 1
+    return f"top_p = {np.nanmedian(top_p):g} is recorded, but it would have left out {share:.1%} of the tokens, judging by their logprobs and entropies"
 
 
 def _is_plain(data: PairData) -> bool:
