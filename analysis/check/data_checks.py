@@ -630,14 +630,38 @@ _SYNCED = r"(sync|update|reset|refresh|replace)_?ref|ref\w*[_./](\w*_)?(update|r
 def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
     """Find a reference or teacher whose weights change, unless a setting says so."""
     found = movement(data.sample, np.flatnonzero(data.keep), data.b, allowed_noise(data))
-    if found is None or run.setting(_SYNCED, r"^(?!(false|none|null|no|off|0(\.0)?|-1)?$)"):
+    if run.setting(_SYNCED, r"^(?!(false|none|null|no|off|0(\.0)?|-1)?$)"):
         return
+    if found is None:
+        yield from _replaced_reference(run, name, allowed_noise(data))
+        return
+    if run.sample is not None and (run.sample.a.name, run.sample.b.name) == (TRAIN, ROLLOUT):
+        pair = _pair_data(run.database, run.sample)
+        if pair.num_kept and np.median(logit_error(pair)) > allowed_noise(pair):
+            return  # what the trainer computes may depend on the other rows of a batch
     steps, known = data.sample.steps[data.seq], np.unique(data.sample.steps)
     text = "so it is updated, or loaded anew, during the run"
     if np.median(logit_error(data)[steps >= found.since]) < found.size / 10:
         text = "and it equals train there up to rounding, so it is the policy itself, and the KL to it vanishes"
     numbers: dict[str, Any] = {"num_tokens": found.tokens, "size": found.size, "explanation": text}
     yield from run.find("reference_changes", known >= found.since, known, name=name, notice=True, **numbers)
+
+
+_DISTANCES = "SELECT step, rms_d FROM pair_steps('train', '{}') WHERE isfinite(rms_d) ORDER BY step"
+_FAR = 5.0
+"""Minimum ratio of an earlier distance to the reference to rounding."""
+
+
+def _replaced_reference(run: DataRows, name: str, rounding: float) -> Iterator[DataFinding]:
+    """Find a step at which a reference equals the policy again up to `rounding` (nats), although it was far from it."""
+    rows = run.database.connection.execute(_DISTANCES.format(name)).fetchall()
+    step, size = (np.array(each) for each in zip(*rows, strict=True)) if rows else np.zeros((2, 0))
+    before = np.maximum.accumulate(np.r_[0.0, size])[:-1]
+    again = (size <= rounding / _FAR) & (before > _FAR * rounding)
+    if again.any() and not again[np.argmax(again) :].all():  # a policy may return to its reference and stay there
+        first = int(step[again][0])
+        numbers: dict[str, Any] = {"start": first, "size": float(before[again][0])}
+        yield from run.find("reference_replaced", step >= first, step, name=name, notice=True, **numbers)
 
 
 def _versions(run: DataRows) -> Iterator[DataFinding]:

@@ -65,6 +65,9 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
     with np.errstate(invalid="ignore"):
         unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
+    compared = sample.compared
+    if compared.any() and abs(np.mean(sample.d[compared])) > -0.2 * np.mean(engine.logprobs[compared]):
+        unlikely[:] = False  # the entropy may be that of another distribution
     template = template_tokens(sample, engine)
     missing = sample.mask & (certain | ~np.isfinite(engine.logprobs)) & ~template
     known = np.isfinite(other.logprobs) & sample.mask
@@ -291,7 +294,8 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
         ]
         yield from find("finish_contradicts", wrong, least=least, explanation=", and ".join(parts))
     elif (stopped := said == "stop").any() and np.isin(last[stopped], run.end_ids).mean() >= 0.5:
-        other = stopped & (lengths > 0) & ~np.isin(last, run.end_ids)
+        final = np.maximum(sample.starts[1:] - 1, 0)  # a tool's output may follow the end token
+        other = stopped & (lengths > 0) & ~np.isin(last, run.end_ids) & sample.mask[final]
         # Stop strings end responses with a few other ids.
         if other.any() and np.unique(last[other], return_counts=True)[1].max() < 0.5 * other.sum():
             text = f"{other.sum():,} marked 'stop' although they end with various tokens and not with an end token"

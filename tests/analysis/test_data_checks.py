@@ -1926,6 +1926,29 @@ def test_finished_responses_must_contain_the_tokenizers_end_token_unless_a_stop_
     assert check(given).is_valid  # a config that is only a name is no config
 
 
+@pytest.mark.parametrize(("is_masked", "expected"), [(True, []), (False, ["finish_contradicts"])])
+def test_a_tools_output_may_follow_the_end_token(tmp_path, is_masked, expected):
+    """A third of the responses end with two other tokens after the end token, which the mask leaves out or not."""
+
+    def columns(step, number):
+        rows = [[*np.where(row == END, 5, row).tolist(), END] for row in step.responses]
+        step.responses = [
+            np.array([*row, 10 + at % 30, 40 - at % 30] if at % 3 == 0 else row) for at, row in enumerate(rows)
+        ]
+        mask = [
+            np.arange(len(row)) < len(row) - 2 * (is_masked and at % 3 == 0) for at, row in enumerate(step.responses)
+        ]
+        ids = [row.tolist() for row in step.responses]
+        return {"response_ids": ids, "response_mask": mask, "finish_reason": ["stop"] * len(ids)}
+
+    def passes(recorder, batch, step, number):
+        recorder.describe(model={"config": {"eos_token_id": END}})
+        scored_by_both(recorder, batch, step, number)
+
+    found = findings(write(tmp_path / "run", columns=columns, passes=passes))
+    assert [one.code for one in found if one.code == "finish_contradicts"] == expected
+
+
 def resumed(path, drawn):
     """Record six steps and resume after three. The prompts of a step are those of draw `drawn(step)`."""
     for numbers in ((1, 2, 3), (4, 5, 6)):
@@ -2308,6 +2331,22 @@ def test_weights_that_are_not_as_recorded_show_in_prompts_that_come_again(tmp_pa
     assert text in data_text(found)
     assert since is None or abs(found.since - since) <= 1
     assert (checked.findings[0].signal == "policy_versions") == (code == "engine_never_updated")
+
+
+def of_prompts_that_never_come_again(reference):
+    """Passes of other prompts at each step, with a reference of the weights of the step `reference(number)`."""
+    given = of_weights(reference=reference, size=0.3)
+    return given | {
+        "columns": lambda step, number: again(step, number, lambda group: np.array([2 + group, 10 + number, group]))
+    }
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"), [(lambda n: 1 if n < 9 else 9, ["reference_replaced"]), (initial, [])]
+)
+def test_a_reference_that_becomes_the_policy_of_a_later_step_is_seen_by_its_distance(tmp_path, reference, expected):
+    found = check(write(tmp_path / "run", **of_prompts_that_never_come_again(reference))).data
+    assert [(one.code, one.is_notice) for one in found] == [(code, True) for code in expected]
 
 
 UNMOVED = {

@@ -740,6 +740,10 @@ def _sizes(data: PairData, inside: np.ndarray) -> dict[str, Number]:
     }  # fmt: skip
 
 
+_MIN_OTHER_IDS = 8
+"""Minimum number of token ids that must be right for saying that ids beyond a limit are wrong."""
+
+
 def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
     name, values, is_id = place.feature, place.values, place.feature.startswith("token")
     is_range = name in ("token_id", "token_before") and place.kind != "one_of"
@@ -748,10 +752,15 @@ def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
         return None
     noise = logit_error(data)
     usual = np.median(noise[~place.inside])
-    if np.median(noise[place.inside]) < MIN_PLACE_RATIO * usual or usual > allowed_noise(data):
+    # Tokens of which both sides are certain have no mismatch, so compare means as well.
+    is_wrong = np.median(noise[place.inside]) >= MIN_PLACE_RATIO * usual and place.mean_ratio >= MIN_PLACE_RATIO / 2
+    if not is_wrong or usual > allowed_noise(data):
         return None  # the rest is wrong, too
     if len(values) > (MAX_NAMED if is_id else 4) or (place.inside.mean() >= 0.5 and not is_range):
         return None
+    ids = (data.sample.tokens if name == "token_id" else data.sample.previous)[data.keep]
+    if is_range and len(np.unique(ids[~place.inside])) < _MIN_OTHER_IDS:
+        return None  # a few ids stand out, not a range
     is_vague = name.startswith("phase") and (len(values) > 2 or place.ratio < 10)
     is_late = name in ("position", "total_position") and place.kind != "one_of" and values[0] >= 2
     if is_vague or is_late or (name == "from_end" and (place.kind != "before" or values[0] > 4)):
