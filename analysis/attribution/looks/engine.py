@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -35,14 +36,18 @@ def size(facts: Facts, _: Fall) -> Iterator[Fact]:
 
 def resets(facts: Facts, _: Fall) -> Iterator[Fact]:
     """Report whether the mismatch grows over several steps and then falls to rounding at once, as when an engine that
-    was behind gets new weights."""
+    was behind gets new weights, while the tokens stay as unlikely as before."""
     values = facts.values("mean_abs_d")
     known = np.flatnonzero(np.isfinite(values) & (values > 0))
     steps, values, first = facts.steps[known], values[known], 0
+    sampled = dict(zip(*facts.rollouts.by_step(facts.rollouts.sampled), strict=True))
+    surprise = np.maximum([-sampled.get(step, math.nan) for step in steps], 1e-12)
     found: list[tuple[int, float, float]] = []
     for at in range(1, len(values)):
         if at - first < _GROWS_FOR or values[at] > values[at - 2 : at].min() / _RESETS_BY:
             continue
+        if values[at] / surprise[at] > (values / surprise)[at - 2 : at].min() / _RESETS_BY:
+            continue  # the tokens became more likely, and the mismatch smaller with them
         before = np.log(values[first:at])
         high = float(np.median(values[max(at - 3, first) : at]))
         grows = correlation(before, np.arange(len(before))) > 0.7 and high > _RESETS_BY * values[first] > values[at]
