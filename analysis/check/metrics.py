@@ -116,7 +116,7 @@ class _Rows:
         widths = (np.maximum.reduceat(length, self.starts)[self.at], length.max(initial=1)) if tokens else ()
         for of, each, weights, kind in (
             *((f"{whole} and the padding", num / width, ones, "right" if is_padded else "wrong") for width in widths),
-            ("the sum per row", num, ones, "right" if tokens else "notice"),
+            *((("the sum per row", num, ones, "right"),) if tokens else ()),
             (f"{whole}, weighted by length", values, has * length, "right" if tokens else "wrong"),
             ("the mean of the groups' largest values", best[self.cell], by_group, "notice"),
             ("the mean of the rows' means", values, has, "right"),

@@ -2247,7 +2247,17 @@ def test_an_infinite_metric_is_reported_with_its_value(tmp_path):
     assert "logged as inf" in data_text(found[0])
 
 
-OVERLONG = {"data.max_response_length": 11, "overlong_buffer.enable": True, "overlong_buffer.len": 4}
+def test_a_mean_in_which_missing_rewards_count_as_0_is_described(tmp_path):
+    def code(step):
+        return np.where(GROUP % 2, graded(step, 0, None), np.nan)
+
+    columns = lambda s, n: {"rewards": {"code": [None if np.isnan(x) else x for x in code(s)]}}  # noqa: E731
+    metrics = lambda s, r, n: {"rewards/code/mean": np.nan_to_num(code(s)).mean()}  # noqa: E731
+    found = findings(write(tmp_path / "run", reward=graded, columns=columns, metrics=metrics))
+    assert [each.is_notice for each in found if "with 0 for rows without a value" in data_text(each)] == [True]
+
+
+OVERLONG_BUFFER = {"data.max_response_length": 11, "overlong_buffer.enable": True, "overlong_buffer.len": 4}
 
 
 @pytest.mark.parametrize(
@@ -2255,7 +2265,7 @@ OVERLONG = {"data.max_response_length": 11, "overlong_buffer.enable": True, "ove
     [(lambda r, n: grpo(r), [False]), (lambda r, n: None, [True]), (per_token, [True])],
 )
 def test_a_missing_penalty_is_certain_only_if_advantages_could_show_it(tmp_path, advantage, expected):
-    found = findings(write(tmp_path / "run", advantage, hyperparameters=OVERLONG))
+    found = findings(write(tmp_path / "run", advantage, hyperparameters=OVERLONG_BUFFER))
     assert [each.is_notice for each in found if each.code == "penalty_missing"] == expected
 
 
