@@ -261,7 +261,7 @@ class DataRows:
     def weights(self) -> dict[str, float]:
         """Recorded weights of reward functions, by name."""
         names, given = self.parts[0], str(self.settings.get("reward_weights", ""))
-        listed, declared = re.findall(_NUMBER, given), dict(re.findall(rf"([\w./-]+)\W+({_NUMBER})", given))
+        listed, declared = re.findall(_NUMBER, given), dict(re.findall(rf"([\w./-]+)[^\w-]+({_NUMBER})", given))
         if given.startswith("[") and len(listed) == len(names):  # TRL lists weights in the functions' order
             declared = dict(zip(names, listed, strict=True))
         return {name: float(number) for name, number in declared.items()}

@@ -522,6 +522,8 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
         cell = np.unique(np.stack([run.cell, np.nan_to_num(reward)]), axis=1, return_inverse=True)[1]
         apart = np.abs(rows["advantage"] - mean_of(cell, rows["advantage"])) > CLOSE * rms_of(run.at, rows["advantage"])
         if np.isin(reward[over], usual).sum() > 0.95 * over.sum() and (run.is_per_token or not (apart & over).any()):
+            shows = over & np.isfinite(rows["advantage"]) & (mean_of(cell, 1.0 * others) > 0)
+            is_notice |= run.is_per_token or not shows.any()
             yield from run.find("penalty_missing", over, least=8, notice=is_notice, setting=setting, what=what)
 
 
@@ -875,7 +877,8 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
             "reward_function_constant", rows > -1, rows=rows, explanation=" and ".join(idle), notice=True
         )
     for name, values in zip(names, parts.T, strict=True) if any(varies) else ():
-        if np.isfinite(values).any() and (stuck := _stuck(run, values)) and not stuck[1] and not _PENALTY.search(name):
+        stuck = _stuck(run, np.sign(run.weights.get(name, 1.0)) * values) if np.isfinite(values).any() else None
+        if stuck and not stuck[1] and not _PENALTY.search(name):
             text = f"from step {run.steps[run.at[stuck[0]].min()]} on, {name} always returns {values[stuck[0]][0]:g}"
             yield from run.find("reward_function_constant", stuck[0], explanation=text)
     for name, values, deviation in zip(names, parts[rows].T, varies, strict=True):

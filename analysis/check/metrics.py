@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -35,14 +36,17 @@ ORDER BY step, place
 """
 _JOIN = """LEFT JOIN (SELECT run, step, seq_id, {1} AS "{0}" FROM scores WHERE "pass" = '{2}' AND iteration = 0 AND step IN ({steps})) USING (run, step, seq_id)"""
 _LOGGED = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) AND NOT starts_with(name, 'hyperparameter/') GROUP BY ALL"
-_LOST = "SELECT name, list(DISTINCT step) FROM metrics WHERE NOT isfinite(value) GROUP BY name"
+_LOST = "SELECT name, step, min(value) FROM metrics WHERE NOT isfinite(value) GROUP BY ALL"
 _EVALUATION = """
 SELECT step, sum(total) / sum(num) AS mean, avg(best) AS best FROM (
     SELECT step, sum(reward) AS total, count(*) AS num, max(reward) AS best FROM eval_sequences WHERE isfinite(reward) GROUP BY step, coalesce(group_id, prompt_ids::VARCHAR)
 ) GROUP BY step ORDER BY step
 """
+_SCALE = r"(^|[./_])reward_scal(e|ing)(_factor)?$"
 _EVALUATED = r"^(eval|val|valid|validation|test)[-_/].*(reward|score|acc|pass@|mean@|best@)"
 _SCHEDULED = r"(^|[/_])(lr|learning_rate|kl_coef|entropy_coeff?)($|[/_-])"
+_TRAJECTORIES = "the mean over trajectories"
+_IN_LOSS, _WHOLE = "the mean of the number of tokens in the loss", "the mean of prompt and response"
 _Logged = dict[str, dict[int, float]]
 """Metric -> step -> value."""
 
@@ -112,12 +116,12 @@ class _Rows:
         widths = (np.maximum.reduceat(length, self.starts)[self.at], length.max(initial=1)) if tokens else ()
         for of, each, weights, kind in (
             *((f"{whole} and the padding", num / width, ones, "right" if is_padded else "wrong") for width in widths),
-            ("the sum per row", num, ones, "right" if tokens else "notice"),
+            *((("the sum per row", num, ones, "right"),) if tokens else ()),
             (f"{whole}, weighted by length", values, has * length, "right" if tokens else "wrong"),
             ("the mean of the groups' largest values", best[self.cell], by_group, "notice"),
             ("the mean of the rows' means", values, has, "right"),
             ("the mean of the groups' means", values, by_group, "right"),
-            ("the mean over trajectories", values, has & ~np.isin(self.kept, self.run.continued[0]), "right"),
+            (_TRAJECTORIES, values, has & ~np.isin(self.kept, self.run.continued[0]), "right"),
             (f"{whole}, with 0 for rows without a value", values, ones, "notice"),
             *((f"the mean of {of}", values, rows * den, kind) for of, rows, kind in self.subsets),
         ):  # fmt: skip
@@ -179,12 +183,23 @@ class _Rows:
 _Averages = Iterator[_Average]
 
 
-def _reward(rows: _Rows, _: re.Match[str]) -> _Averages:
+def _scaled(rows: _Rows, values: np.ndarray, factors: Iterable[float]) -> _Averages:
+    """Yield averages of values with or without a recorded factor."""
+    for factor, power in itertools.product(factors, (1, -1)):
+        if factor:
+            yield from rows.of_rows(values * factor**power)
+
+
+def _reward(rows: _Rows, match: re.Match[str]) -> _Averages:
     yield from rows.of_rows(rows["reward"], "rows")
+    yield from _scaled(rows, rows["reward"], rows.run.numbers(_SCALE).values())
     names, parts, _is_given = rows.run.parts
     of_parts = {"the reward functions' unweighted sum": parts.sum(axis=1)} | dict(zip(names, parts.T, strict=True))
+    # Rewards that are called raw need not be weighted or shaped.
+    kind = "notice" if re.search("raw|task|score", match[0]) else "wrong"
     for of, part in of_parts.items() if len(names) > 1 else ():
-        yield _Average(f"the mean of {of}", rows.mean(part), "wrong")
+        is_named = re.search(rf"(^|[/_]){re.escape(of)}s?($|[/_])", match[0])
+        yield _Average(f"the mean of {of}", rows.mean(part), "right" if is_named else kind)
 
 
 def _spreads(rows: _Rows, values: np.ndarray, of: str = "the rewards", kind: str = "right") -> _Averages:
@@ -201,6 +216,8 @@ def _part(rows: _Rows, match: re.Match[str]) -> _Averages:
     if match["part"]:
         part = parts[:, names.index(match["part"])] if match["part"] in names else np.full(len(rows.at), np.nan)
         yield from _spreads(rows, part) if match["figure"] == "std" else rows.of_rows(part)
+        weight = rows.run.weights.get(match["part"], 0.0)
+        yield from _scaled(rows, part, [weight] if match["figure"] == "mean" else [])
         return
     yield from _spreads(rows, rows["reward"])
     if len(names) > 1:
@@ -209,12 +226,14 @@ def _part(rows: _Rows, match: re.Match[str]) -> _Averages:
 
 def _length(rows: _Rows, match: re.Match[str]) -> _Averages:
     yield from rows.of_rows(rows.length, "rows")
-    inside = rows["loss_length"]
+    inside, last = rows["loss_length"], 1.0 * ~np.isin(rows.kept, rows.run.continued[0])
+    for each in (rows.length, inside) if not last.all() else ():
+        yield _Average("the mean of each trajectory's number of tokens", rows.mean(each) / rows.mean(last))
     # Tokens outside the loss, such as tool output, need not count, but a row that is masked as a whole has a length.
     is_whole = (inside == 0).sum() >= 3 and not (inside != rows.length)[inside > 0].any()
-    yield _Average("the mean of the number of tokens in the loss", rows.mean(inside), "notice" if is_whole else "right")
+    yield _Average(_IN_LOSS, rows.mean(inside), "notice" if is_whole else "right")
     both, kind = rows.mean(rows.length + rows["prompt_length"]), "right" if match["whole"] else "wrong"
-    yield _Average("the mean of prompt and response", both, kind)
+    yield _Average(_WHOLE, both, kind)
 
 
 def _advantage(rows: _Rows, match: re.Match[str]) -> _Averages:
@@ -320,7 +339,9 @@ def check_metrics(run: DataRows) -> Iterator[DataFinding]:
     logged: _Logged = {}
     for name, step, value in run.database.connection.execute(_LOGGED).fetchall():
         logged.setdefault(name, {})[step] = value
-    lost = dict(run.database.connection.execute(_LOST).fetchall())
+    lost: _Logged = {}
+    for name, step, value in run.database.connection.execute(_LOST).fetchall():
+        lost.setdefault(name, {})[step] = value
     passes = {*scored_passes(run.database), *(["entropy"] if "train" in passes_with(run.database, "entropy") else [])}
     chosen = [
         (quantity, matches) for quantity in _QUANTITIES if not quantity[2] or quantity[2][0] in passes
@@ -329,22 +350,26 @@ def check_metrics(run: DataRows) -> Iterator[DataFinding]:
     needed = {name for (*_, needs), _ in chosen for name in needs} & passes
     is_read = run.at >= 0 if run.sample is None else np.isin(run.rows["step"], run.sample.steps)
     every, some = _Rows(run, run.at >= 0, set()), _Rows(run, is_read, needed)
-    found = [*_totals(run, logged), *_evaluations(run, logged)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = [*_totals(run, logged), *_evaluations(run, logged)]
     for (_, averages, needs), matches in chosen:
         rows = some if needs else every
         with np.errstate(invalid="ignore", over="ignore"):
             of_names = {name: _until_right(averages(rows, match), rows.steps, logged[name]) for name, match in matches.items() if name in logged}  # fmt: skip
             for name in lost.keys() & matches:
                 own = next(averages(rows, matches[name])).values
-                affected = np.isin(rows.steps, lost[name]) & np.isfinite(own)
-                if affected.sum() > 2:
+                affected = np.isin(rows.steps, [*lost[name]]) & np.isfinite(own)
+                # NaN may stand for steps at which nothing is logged.
+                gaps = np.diff(np.flatnonzero(np.isin(rows.steps, [*logged.get(name, ())])))
+                is_interval = len(gaps) > 0 and gaps.min() > 1 and len(np.unique(gaps)) <= 2
+                if affected.sum() > 2 and not is_interval:
                     at = int(affected.argmax())
-                    numbers = _numbers(name, np.nan, own[at], rows.steps[at])
+                    numbers = _numbers(name, lost[name][int(rows.steps[at])], own[at], rows.steps[at])
                     numbers["more"] = ", so a missing or masked value may have been included"
                     found.append(_Contradiction("metric_contradicts", True, affected, rows.steps, numbers))
-        found += _compare(of_names, rows.steps, logged, needs, is_moved=averages in (_reward, _length))
-        if averages in (_reward, _length) and not any(each.numbers["name"] in matches for each in found):
-            found += _extremes(logged, of_names, rows)
+            found += _compare(of_names, rows.steps, logged, needs, is_moved=averages in (_reward, _length))
+            if averages in (_reward, _length) and not any(each.numbers["name"] in matches for each in found):
+                found += _extremes(logged, of_names, rows)
     for code in dict.fromkeys(each.code for each in found):
         first, *others = sorted((each for each in found if each.code == code), key=lambda each: each.is_notice)
         first.numbers.setdefault("more", "")
@@ -426,7 +451,10 @@ def _extremes(logged: _Logged, names: dict[str, list[_Average]], rows: _Rows) ->
         series = _series(names[name], rows.steps, logged[name], 0)
         if series is None or series.off.any() or series.is_sample or "mean" not in name:
             continue
-        values = rows.length if "len" in name else rows["reward"]
+        of, values = names[name][0].of, rows.length if "len" in name else rows["reward"]
+        values = {_IN_LOSS: rows["loss_length"], _WHOLE: rows.length + rows["prompt_length"]}.get(of, values)
+        if of == _TRAJECTORIES:
+            values = np.where(np.isin(rows.kept, rows.run.continued[0]), np.nan, values)
         own, of_means = (extreme.reduceat(each, rows.starts) for each in (values, mean_of(rows.cell, values)))
         of_name = logged.get(name.replace("mean", kind), {})
         value = np.array([of_name.get(int(step), np.nan) for step in rows.steps])
@@ -445,9 +473,11 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
     """Return the steps ([S] bool) at which the logged value contradicts the mean over the rows, and whether the logged
     values seem to be averages over other rows."""
     ends, distance = _distance(value, mean)
-    off = distance > 1e-3 * np.abs(mean).max()
-    at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
-    is_sample = most and not (at_end and off.argmax() >= 2)
+    off = distance > max(1e-3 * np.abs(mean).max(), TINY * errors.max())
+    # Where all rows have the same value, so do others.
+    judged = off[errors[ends] > 0] if errors[ends].any() else off
+    at_end, most = bool(judged[judged.argmax() :].all()), 2 * int(judged.sum()) >= len(judged)
+    is_sample = most and not (at_end and judged.argmax() >= 2)
     # If the steps that differ are scattered over the run, or make up most of it, the logged means were computed over
     # other rows. Differences within the sampling error then do not count.
     if most or not at_end:
@@ -503,7 +533,9 @@ def _average_of(
         is_count = round(times) <= _MOST_TIMES and abs(times / round(times) - 1) < _SCALED
         text = f"divided by {times:.0f}" if is_count and size < 1 else f"multiplied by {size:.4g}"
         words = [average.of, *([text] * (times > 1 + CLOSE)), *(["with the wrong sign"] * (factor < 0))]
-        is_scale = average.of.startswith("the sum") or (needs[:1] == ("reference",) and size < 1 - CLOSE)
+        # verl divides losses and KLs by the number of micro-batches, and shares may be percentages.
+        is_divided = size < 1 - CLOSE and not {"reference", CURRENT}.isdisjoint(needs)
+        is_scale = average.of.startswith("the sum") or is_divided or round(times) == 100
         kind = "notice" if is_scale or not is_count else "wrong"
         found += [average._replace(of=", ".join(words), kind=kind)] if abs(factor - 1) > CLOSE else []
     return min(found, key=lambda each: each.kind == "notice", default=None)
@@ -543,11 +575,16 @@ def _totals(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
 
 def _evaluations(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
     """Find evaluation rewards that are a multiple of the evaluation rows' mean, or of the mean of each prompt's best."""
-    names = [name for name in logged if re.search(_EVALUATED, name)]
+    matches = [re.split("/", name) for name in logged if re.search(_EVALUATED, name)]
+    ends = Counter((each[0], each[-1]) for each in matches)
+    # Several metrics that differ only in the middle cover one data set each.
+    names = ["/".join(each) for each in matches if ends[each[0], each[-1]] == 1]
     steps, mean, best = run.database.connection.sql(_EVALUATION).fetchnumpy().values() if names else np.zeros((3, 0))
     titles = ("the mean over all evaluation rows", "the mean of each prompt's best row")
     averages = [_Average(of, values) for of, values in zip(titles, (mean, best), strict=True)]
-    yield from _compare(dict.fromkeys(names, averages), np.asarray(steps), logged, ("reward",))
+    for each in _compare(dict.fromkeys(names, averages), np.asarray(steps), logged, ("reward",)):
+        is_reward = re.search("reward|score", each.numbers["name"])
+        yield each if is_reward else each._replace(is_notice=True)  # an accuracy may have another unit
 
 
 def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:

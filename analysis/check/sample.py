@@ -114,7 +114,7 @@ class PassSample:
     entropy: np.ndarray | None
     """[N] float64 (nats), NaN where missing. None if no entropy is finite, or if they are other tokens'."""
     share_lost: float
-    """Share of the recorded entropies that are not finite, or impossible given the token's logprob."""
+    """Share of the loss tokens' recorded entropies that are not finite, or impossible given the token's logprob."""
     versions: np.ma.MaskedArray
     """[S] int64 policy version of the scoring weights. Masked where unknown."""
     contracts: list[str | None]
@@ -342,12 +342,12 @@ def _within(table: pa.Table) -> pa.Table:
 def _of_table(table: pa.Table, pair: Pair) -> Sample:
     tokens, ids = tokens_of_rows(table, ("a", "b")), array_of(flat(table["response_ids"])[0])
     lengths = array_of(table["num_response_tokens"]).astype(np.int64)
-    mask, num_ids = counted(table["mask"], lengths), int(ids.max(initial=1)) + 1
+    counts, num_ids = counted(table["mask"], lengths), int(ids.max(initial=1)) + 1
+    mask = np.ones(int(lengths.sum()), bool) if counts is None else counts
     return Sample(
-        a=_side(table, pair[0], "a", tokens.logprobs["a"], lengths, num_ids),
-        b=_side(table, pair[1], "b", tokens.logprobs["b"], lengths, num_ids), tokens=ids,
-        mask=np.ones(int(lengths.sum()), bool) if mask is None else mask,
-        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), steps=array_of(table["step"]),
+        a=_side(table, pair[0], "a", tokens.logprobs["a"], mask, lengths, num_ids),
+        b=_side(table, pair[1], "b", tokens.logprobs["b"], mask, lengths, num_ids), tokens=ids,
+        mask=mask, starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), steps=array_of(table["step"]),
         seq_ids=table["seq_id"].to_pylist(), group_ids=table["group_id"].to_pylist(),
         prompts=table["prompt_ids"].to_pylist(), versions=_versions(table["policy_version"]),
         settings={name: _numbers(table[name]) for name in SAMPLING},
@@ -360,10 +360,12 @@ MOST_LOST = 0.2
 """Maximum share of invalid entropies in a pass. Above it, they are reported as not belonging to its logprobs."""
 
 
-def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray, num_ids: int) -> PassSample:
+def _side(
+    table: pa.Table, name: str, side: str, logprobs: np.ndarray, mask: np.ndarray, lengths: np.ndarray, num_ids: int
+) -> PassSample:
     column = table[f"entropy_{side}"]
     logprobs, entropy = logprobs.astype(np.float64), fitted(column, lengths).astype(np.float64)
-    there = np.repeat(~array_of(column.is_null()), lengths) & np.isfinite(logprobs)
+    there = np.repeat(~array_of(column.is_null()), lengths) & np.isfinite(logprobs) & mask
     least, most = _possible_entropy(logprobs, 2 * num_ids)  # the vocabulary may be larger
     is_low, is_possible = entropy < 0.99 * least - _IMPOSSIBLE_NATS, entropy <= 1.01 * most
     share_lost = float(np.mean((is_low | ~is_possible)[there])) if there.any() else 0.0

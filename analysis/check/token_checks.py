@@ -174,6 +174,10 @@ def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray)
     return float(slope) if is_exact and slope > 0 and slope != 1 else 0.0
 
 
+_MAX_EXCESS = 0.3
+"""Largest mean of logprob + entropy (nats) of sampled tokens. That of a tool's tokens may vary too much to be told from 0."""
+
+
 def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
     """Find policy versions ahead of the trainer's, rows without loss tokens, and sampled tokens outside the loss."""
     ahead = (engine.versions - other.versions).filled(0)
@@ -231,10 +235,12 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     # A tool's tokens are unlikely: the mean of logprob + entropy is 0 only where tokens were sampled.
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), None)
     cut = sampled & ~sample.mask & (place > first[sample.seq]) & (place < last[sample.seq])
-    if entropy is None or cut.sum() < 100:
+    if entropy is None:
         return
-    excess, apart = (engine.logprobs + entropy)[cut], np.abs(sample.d)
-    is_sampled = abs(np.nanmean(excess)) < 4 * np.nanstd(excess) / np.sqrt(len(excess))
+    excess, apart = (engine.logprobs + entropy)[cut & np.isfinite(entropy)], np.abs(sample.d)
+    if len(excess) < 100:
+        return
+    is_sampled = abs(excess.mean()) < min(4 * excess.std() / np.sqrt(len(excess)), _MAX_EXCESS)
     # Correction methods mask single tokens with a large mismatch.
     is_by_mismatch = np.median(apart[cut]) > 3 * np.median(apart[sample.compared])
     rows = _rows(sample, cut)
@@ -271,9 +277,13 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
     text = ", so the engine runs with a different limit"
     if (sampled == limit)[cut].sum() > beyond.sum():
         text = " and others are cut there, for example because a response that was resumed gets the whole limit again"
+    largest = float(np.nanmax(limit, initial=0.0))
+    if is_budget := bool((limit[beyond] < largest).all() and sampled[beyond].max(initial=0) <= largest):
+        text = f", but no more than the largest recorded limit, {largest:,.0f}, so max_tokens may be what a resumed response had left"
     yield from find(
-        "limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit, explanation=text
-    )
+        "limit_exceeded", beyond, least=3, length=int(sampled[beyond].max(initial=0)), limit=limit, explanation=text,
+        notice=is_budget,
+    )  # fmt: skip
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
     # A token that is often followed by sampled tokens of the same turn does not end responses.
@@ -284,7 +294,9 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
     # Skip responses with many different last tokens: with stop strings, the last token does not show the finish reason.
     if short.sum() >= 8 and has_end[short].mean() >= 0.9:
         ended = np.isin(said, _ENDED)
-        wrong = (ended & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
+        # After a turn that ended, a trajectory may have no room for another.
+        has_turns = np.isin(np.arange(len(said)), partly)
+        wrong = (ended & ~short & ~has_end) | (cut & short & has_end & ~has_turns & (total < total.max()))
         least = int(max(3, np.ceil(0.02 * (ended | cut).sum())))
         why = {"length": f"shorter than {longest} tokens and ending with an end token"}
         full = f"{longest} tokens long (the maximum) and without an end token"

@@ -2183,7 +2183,7 @@ def test_the_average_that_a_metric_really_is_is_named(tmp_path, kind):
     assert found.code == "metric_of_others"
     assert f"{name} is " in data_text(found)
     assert text in data_text(found)
-    assert found.is_notice == (kind in ("best", "lengths"))
+    assert found.is_notice == (kind in ("best", "lengths", "loss"))
 
 
 ALIKE = {
@@ -2206,6 +2206,141 @@ def test_other_usual_averages_are_no_contradiction(tmp_path, kind):
     given = {"reward": graded, "passes": with_updates, "loss": Loss(), "hyperparameters": {"kl_loss_coef": 0.1}}
     found = findings(write(tmp_path / "run", metrics=ALIKE[kind], **given))
     assert [data_text(each) for each in found if each.code.startswith("metric")] == []
+
+
+def lengths_of_turns(step, number):
+    """Every second row is continued by the next one, as a trajectory of two turns."""
+    prompts, responses = ([row.tolist() for row in rows] for rows in (step.prompts, step.responses))
+    for first in range(0, len(prompts), 2):
+        prompts[first + 1] = prompts[first] + responses[first] + [5, 6]
+    return {"prompt_ids": prompts, "response_ids": responses}
+
+
+def summary(name, values):
+    return {f"{name}/{figure}": float(getattr(values, figure)()) for figure in ("mean", "max", "min")}
+
+
+def whole_lengths(step):
+    return lengths_in(step) + np.array([len(prompt) for prompt in step.prompts])
+
+
+def loss_lengths(step):
+    return np.array([np.sum(mask) for mask in with_tools(step, 0)])
+
+
+def two_sets(recorder, batch, step, number):
+    """Evaluation rows of two data sets, one of which is too hard."""
+    ids = {"prompt_ids": [row.tolist() for row in step.prompts], "response_ids": [row.tolist() for row in step.responses]}  # fmt: skip
+    reward = graded(step, number, None) * (np.arange(len(GROUP)) < 32)
+    recorder.add_sequences(step=number, **ids, group_ids=step.groups, reward=reward, split="eval")
+
+
+def cold_start(step, number, draw):
+    """Rewards of a policy that fails at first."""
+    return graded(step, number, draw) * (number > 9)
+
+
+WEIGHTED = {"reward": lambda s, n, d: parts_of(s)["accuracy"] + 0.2 * parts_of(s)["format"], "columns": lambda s, n: {"rewards": parts_of(s)}, "hyperparameters": {"reward_weights": "{'accuracy': 1.0, 'format': 0.2}"}}  # fmt: skip
+USUAL_LOGS = {
+    "an accuracy in percent": ({"passes": with_updates, "metrics": lambda s, r, n: {"val/acc": 100 * r.mean()}}, [True]),
+    "two evaluation sets": ({"passes": two_sets, "metrics": lambda s, r, n: {"val/gsm8k/reward": graded(s, n, None)[:32].mean(), "val/aime/reward": 0.0}}, []),
+    "an advantage of 0, rounded": ({"reward": cold_start, "steps": 16, "metrics": lambda s, r, n: {"critic/advantages/mean": float(grpo(r).astype(np.float32).mean(dtype=np.float32))}}, []),
+    "other rows after a cold start": ({"reward": cold_start, "steps": 16, "metrics": lambda s, r, n: {"reward": r[::3].mean()}}, []),
+    "extremes of whole sequences": ({"metrics": lambda s, r, n: summary("seq_len/all", whole_lengths(s))}, []),
+    "extremes without masked tokens": ({"entropy": None, "columns": lambda s, n: {"response_mask": with_tools(s, n)}, "metrics": lambda s, r, n: summary("response_length", loss_lengths(s))}, []),
+    "rewards before a recorded scale": ({"hyperparameters": {"actor.reward_scaling": 10.0}, "reward": lambda s, n, d: 10 * graded(s, n, d), "metrics": lambda s, r, n: {"ppo_actor/task_reward/avg": r.mean() / 10}}, []),
+    "a score among the parts": (WEIGHTED | {"metrics": lambda s, r, n: {"critic/rewards/mean": r.mean(), "reward/accuracy": parts_of(s)["accuracy"].mean(), "train/task_reward": parts_of(s)["accuracy"].mean()}}, [True]),
+    "weighted parts": (WEIGHTED | {"columns": lambda s, n: {"rewards": {"accuracy": parts_of(s)["accuracy"], "format": 0.2 * parts_of(s)["format"]}}, "metrics": lambda s, r, n: {"rewards/format/mean": parts_of(s)["format"].mean()}}, []),
+    "NaN between logged steps": ({"steps": 12, "metrics": lambda s, r, n: {"reward": r.mean() if n % 4 == 0 else np.nan}}, []),
+    "tokens of trajectories": ({"columns": lengths_of_turns, "passes": lambda *_: None, "metrics": lambda s, r, n: {"generate/avg_num_tokens": 2 * lengths_in(s).mean()}}, []),
+    "huge values": ({"passes": with_updates, "loss": Loss(), "metrics": lambda s, r, n: {name: 1e308 for name in ("val/reward", "actor/kl_loss", "actor/pg_loss")}}, []),
+}  # fmt: skip
+"""Options of runs whose metrics are logged as frameworks do, and which notices of metrics they get."""
+
+
+@pytest.mark.parametrize("kind", USUAL_LOGS)
+def test_metrics_are_compared_as_frameworks_log_them(tmp_path, kind):
+    options, expected = USUAL_LOGS[kind]
+    found = findings(write(tmp_path / "run", **{"reward": graded} | options), sampled="passes" not in options)
+    assert [each.is_notice for each in found if each.code.startswith("metric")] == expected
+
+
+def test_an_infinite_metric_is_reported_with_its_value(tmp_path):
+    found = findings(write(tmp_path / "run", reward=graded, metrics=lambda s, r, n: {"reward": np.inf}))
+    assert "logged as inf" in data_text(found[0])
+
+
+def test_a_mean_in_which_missing_rewards_count_as_0_is_described(tmp_path):
+    def code(step):
+        return np.where(GROUP % 2, graded(step, 0, None), np.nan)
+
+    columns = lambda s, n: {"rewards": {"code": [None if np.isnan(x) else x for x in code(s)]}}  # noqa: E731
+    metrics = lambda s, r, n: {"rewards/code/mean": np.nan_to_num(code(s)).mean()}  # noqa: E731
+    found = findings(write(tmp_path / "run", reward=graded, columns=columns, metrics=metrics))
+    assert [each.is_notice for each in found if "with 0 for rows without a value" in data_text(each)] == [True]
+
+
+OVERLONG_BUFFER = {"data.max_response_length": 11, "overlong_buffer.enable": True, "overlong_buffer.len": 4}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [(lambda r, n: grpo(r), [False]), (lambda r, n: None, [True]), (per_token, [True])],
+)
+def test_a_missing_penalty_is_certain_only_if_advantages_could_show_it(tmp_path, advantage, expected):
+    found = findings(write(tmp_path / "run", advantage, hyperparameters=OVERLONG_BUFFER))
+    assert [each.is_notice for each in found if each.code == "penalty_missing"] == expected
+
+
+def test_a_penalty_with_a_negative_weight_may_no_longer_apply(tmp_path):
+    def mixed(number):
+        return 1.0 * (np.random.default_rng(number).random(len(GROUP)) < 0.5 * (number < 9))
+
+    options = {"reward": lambda s, n, d: graded(s, n, d) - 0.5 * mixed(n), "steps": 16}
+    columns = lambda s, n: {"rewards": {"score": graded(s, n, None), "mixed": mixed(n)}}  # noqa: E731
+    weights = {"reward_weights": "{'score': 1.0, 'mixed': -0.5}"}
+    assert findings(write(tmp_path / "run", columns=columns, hyperparameters=weights, **options)) == ()
+
+
+def test_a_limit_may_be_what_a_resumed_response_had_left(tmp_path):
+    columns = lambda s, n: {"max_tokens": [12 - 5 * (row % 3 == 0) for row in range(len(GROUP))]}  # noqa: E731
+    (found,) = findings(write(tmp_path / "run", columns=columns))
+    assert (found.code, found.is_notice) == ("limit_exceeded", True)
+
+
+@pytest.mark.parametrize(("has_turns", "expected"), [(False, ["finish_contradicts"]), (True, [])])
+def test_a_trajectory_without_room_for_a_turn_is_cut_after_an_end_token(tmp_path, has_turns, expected):
+    def columns(step, number):
+        rows = [[*np.where(row == END, 2, row).tolist(), END] for row in step.responses]
+        reasons = np.where(np.random.default_rng(number).random(len(rows)) < 0.2, "length", "stop").tolist()
+        masks = [[not has_turns or at % 4 != 1 for at in range(len(row))] for row in rows]
+        return {"response_ids": rows, "finish_reason": reasons, "response_mask": masks}
+
+    def passes(recorder, batch, step, number):
+        for name, rows in (("rollout", in_float32(step, number)), ("train", step.scored())):
+            recorder.add_scores(name, batch, logprobs=[np.append(row, np.float32(-0.1)) for row in rows])
+
+    found = findings(write(tmp_path / "run", columns=columns, passes=passes))
+    assert [each.code for each in found] == expected
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_masked_tokens_without_clear_entropies_are_not_called_sampled(tmp_path, is_known):
+    def mask(step):
+        return [(np.arange(len(row)) % 3 != 2) | (np.arange(len(row)) == len(row) - 1) for row in step.responses]
+
+    def passes(recorder, batch, step, number):
+        draw, rollout, train, entropies = np.random.default_rng(number), in_float32(step, number), step.scored(), []
+        for inside, entropy, *logprobs in zip(mask(step), step.entropies(), rollout, train, strict=True):
+            tools = np.minimum(draw.normal(-0.3, 2.5, (~inside).sum()) - entropy[~inside], -1e-3)
+            for row in logprobs:
+                row[~inside] = tools
+            entropies.append(np.where(inside | is_known, entropy, np.nan).astype(np.float32))
+        recorder.add_scores("rollout", batch, logprobs=rollout)
+        recorder.add_scores("train", batch, logprobs=train, entropy=entropies)
+
+    columns = lambda s, n: {"response_mask": mask(s)}  # noqa: E731
+    assert findings(write(tmp_path / "run", columns=columns, passes=passes, steps=1)) == ()
 
 
 @pytest.mark.parametrize("is_anew", [True, False])
