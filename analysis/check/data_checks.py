@@ -822,7 +822,7 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
 
     def text(weights: np.ndarray) -> str:
         pairs = zip(weights, (*names, ""), strict=True)
-        return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight)
+        return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight).replace("+ -", "- ")
 
     declared = run.weights
     recorded = np.array([declared.get(name, np.nan) for name in names])
