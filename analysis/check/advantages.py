@@ -58,6 +58,8 @@ add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Finding code, affected rows ([N] bool), and numbers for the finding."""
 _NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
+_ZEROED = "been set to 0 although their rewards differ"
+_TRUNCATED = "; they are truncated, and may be left out of the loss on purpose"
 KL_IN_REWARD = r"(^|[./])(use_)?kl_in_reward$"
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
 _LOST = "coalesce(NOT isfinite({}), false)"
@@ -94,7 +96,7 @@ _KL = """
 SELECT step, place, coalesce(list_sum(d), 'nan'), coalesce(list_avg(d), 'nan'), coalesce(list_sum(list_transform(d, lambda x: x * x / 2)), 'nan'), coalesce(list_sum(list_transform(d, lambda x: exp(-x) + x - 1)), 'nan')
 FROM (SELECT run, step, seq_id, response_mask AS mask, row_number() OVER () AS place FROM sequences) LEFT JOIN (
     SELECT run, step, seq_id, list_transform(list_zip(a.logprobs, b.logprobs), lambda pair: pair[1]::DOUBLE - pair[2]) AS every
-    FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0
+    FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0 AND {asked}
 ) USING (run, step, seq_id), LATERAL (SELECT list_filter(every, lambda x, position: coalesce(mask[position], true)) AS d) ORDER BY step, place
 """
 _KL_FORMS = ("the sum of train - reference", "the mean of train - reference", "half the sum of its squares", "the sum of its k3 estimates")  # fmt: skip
@@ -239,7 +241,7 @@ class DataRows:
         """Each row's KL penalty to the reference in its usual forms, [N], NaN if unknown. Empty without a reference."""
         if not {"train", "reference"} <= {*scored_passes(self.database)}:
             return {}
-        columns = [*self.database.connection.sql(_KL).fetchnumpy().values()][2:]
+        columns = [*self.database.connection.sql(_KL.format(asked=self.asked)).fetchnumpy().values()][2:]
         return dict(zip(_KL_FORMS, map(np.asarray, columns), strict=True))
 
     @cached_property
@@ -321,9 +323,11 @@ class ExactFits(NamedTuple):
 def exact_fits(values: np.ndarray, columns: np.ndarray, cell: np.ndarray) -> ExactFits:
     """Fit `values` [N] to `columns` [N, K] in each `cell` [N], numbered from 0."""
     num, at, first = columns.shape[1], np.arange(columns.shape[1]), np.unique(cell, return_index=True)[1]
+    unit = np.abs(columns).max(axis=0)
+    columns = columns / np.where(unit > 0, unit, 1.0)  # squares of large values would overflow
     y, x = values - mean_of(cell, values), np.stack([each - mean_of(cell, each) for each in columns.T], axis=1)
     spread = np.stack([rms_of(cell, each) for each in x.T], axis=1)
-    varies = (spread > TINY * np.abs(columns).max(axis=0))[first]
+    varies = (spread > TINY * (unit > 0))[first]
     x = np.divide(x, spread, out=np.zeros_like(x), where=varies[cell])
     gram = np.stack([mean_of(cell, x[:, i] * x[:, j])[first] for i in at for j in at], axis=1).reshape(-1, num, num)
     gram[:, at, at] += ~varies
@@ -337,7 +341,7 @@ def exact_fits(values: np.ndarray, columns: np.ndarray, cell: np.ndarray) -> Exa
     points = np.bincount(np.unique(np.c_[cell, np.round(x, 6)], axis=0)[:, 0].astype(int))
     asked = is_full & (rms_of(cell, y)[first] > TINY * size) & (points >= varies.sum(axis=1) + 2)
     fits = asked & (error <= size * (_ROUNDED_16_BIT if is_16_bit(values) else _ROUNDED))
-    slopes = np.divide(scaled, spread[first], out=np.full(scaled.shape, np.nan), where=varies & fits[:, None])
+    slopes = np.divide(scaled, spread[first] * unit, out=np.full(scaled.shape, np.nan), where=varies & fits[:, None])
     return ExactFits(slopes, fits, bool(asked.sum() >= 8 and fits.sum() > 0.95 * asked.sum()))
 
 
@@ -786,7 +790,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         text = "the wrong sign" if abs(factor + 1) < CLOSE else f"{factor:.3g} times the usual scale"
         # Factors near 1 do not count, because a leave-one-out baseline's n / (n - 1) varies with the group size.
         pairs += [(usual[-1], (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1), text)]
-        pairs += [(usual[-1], zero, "been set to 0 although their rewards differ")]
+        pairs += [(usual[-1], zero, _ZEROED)]
     divided = max(usual[1:], key=np.sum)
     fewer = divided.sum() < usual[0].sum()
     text = f"{'' if fewer else 'not '}been divided by the group's standard deviation"
@@ -899,7 +903,8 @@ def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFindin
         if not name:
             # A penalty of one size may be intended.
             affected = truncated & (data.length > 0) & (not is_steady)
-            rule = "another baseline than the rest of their group: they are truncated, and their rewards may have changed after advantages were computed"
+            rule = "another baseline or scale than the rest of their group: they are truncated, and their rewards or advantages may have been changed afterwards"
+            rule = rule if data.a[affected].any() else _ZEROED + _TRUNCATED
             return [*run.find("advantages_mixed", affected, rows=known, rule=rule, notice=True)]
         if is_steady:
             coefficient = np.full(len(chosen), np.nan)
@@ -927,28 +932,36 @@ def _of_kl(run: DataRows, known: np.ndarray, form: str, coefficient: np.ndarray)
 
 def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
     """Judge advantages that are a sum of reward functions, each of which may be normalised by itself (GDPO)."""
-    names, parts = np.array(run.parts[0]), np.nan_to_num(run.parts[1][known])
+    names, parts = np.array(run.parts[0]), np.nan_to_num(run.parts[1][known], posinf=0.0, neginf=0.0)
     fit, first = exact_fits(data.a, parts, data.g), np.unique(data.g, return_index=True)[1]
     if not fit.hold:
         return None
-    main = int(np.isfinite(fit.slopes).sum(axis=0).argmax())
+    varies = np.isfinite(fit.slopes).any(axis=0)
+    names, parts, slopes, at = names[varies], parts[:, varies], fit.slopes[:, varies], data.at[first]
+    spread = np.stack([rms_of(data.g, each - mean_of(data.g, each))[first] for each in parts.T], axis=1)
+    shares = np.abs(slopes * spread)
+    is_zero, main = shares < 1e-3 * np.nanmax(shares), int(np.nansum(shares, axis=0).argmax())
     find = partial(run.find, "advantages_of_parts", data.at >= 0, rows=known)
 
     def steady(values: np.ndarray) -> np.ndarray:
         """Return [K] bool: whether each column of `values` [G, K] is constant within steps."""
-        usual = np.stack([_median_of(data.at[first], each, np.isfinite(each)) for each in values.T], axis=1)
-        is_zero = np.abs(values) < 1e-3 * np.nanmax(np.abs(values))
+        usual = np.stack([_median_of(at, each, np.isfinite(each)) for each in values.T], axis=1)
         return np.array([is_constant(each) for each in np.where(is_zero, 1.0, values / usual).T])
 
+    def medians(values: np.ndarray) -> np.ndarray:
+        """Return each column's median, [K], NaN if no group has a value."""
+        return np.array(
+            [np.median(each[np.isfinite(each)]) if np.isfinite(each).any() else np.nan for each in values.T]
+        )
+
     with np.errstate(all="ignore"):
-        spread = np.stack([rms_of(data.g, each - mean_of(data.g, each))[first] for each in parts.T], axis=1)
-        own, whole = steady(fit.slopes * spread), steady(fit.slopes)
-        how, terms = ("each normalised within its group", fit.slopes * spread) if own.all() else ("added", fit.slopes)
-        ratios = terms / terms[:, [main]]
-        if not own.all() and not steady(ratios).all():
+        own, whole = steady(slopes * spread), steady(slopes)
+        is_own = bool(own.all())
+        terms = slopes * spread if is_own else slopes
+        if not is_own and not steady(terms / terms[:, [main]]).all():
             if not (own | whole).all():
                 return None
-            text = f"the sum of reward functions: {' and '.join(names[~own])} normalised over the whole batch, {' and '.join(names[own])} within each group"
+            text = f"the sum of reward functions: {' and '.join(names[own])} normalised within each group, {' and '.join(names[~own])} by one factor in the whole batch"
             is_intended = not run.setting("", "gdpo|normali[sz]e_then_sum")
             return [*find(what="normalised over different rows", explanation=text, notice=is_intended)]
         expected, source = np.array([run.weights.get(name, np.nan) for name in names]), "the recorded weights are"
@@ -956,10 +969,21 @@ def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding
             expected, source = exact_fits(data.r, parts, np.zeros(len(parts), int)).slopes[0], "the reward is"
         if expected[main] * np.nanmedian(terms[:, main]) < 0:
             return None  # the sign is wrong
-        weights, expected = np.nanmedian(ratios, axis=0), expected / expected[main]
-        if not (np.abs(weights - expected) > 0.01).any():
+        expected[np.abs(expected) < 1e-9 * np.fmax.reduce(np.abs(expected))] = 0.0
+        expected = expected / (expected[main] or 1.0)
+        size = np.ones(len(names)) if is_own else np.median(spread, axis=0) / np.median(spread[:, main])
+        # An eps that is added to small standard deviations lowers the weights that the advantages imply.
+        variants = [slopes * (spread + eps) for eps in _EPS[:3]] if is_own else [terms]
+        implied = [medians(each / each[:, [main]]) for each in variants]
+        off = [np.abs(each - expected) * size > np.maximum(0.01, CLOSE * np.abs(expected) * size) for each in implied]
+        if not all(each.any() for each in off):
             return []
-    shown = [" + ".join(f"{weight:.3g} {name}" for weight, name in zip(given, names, strict=True)) for given in (weights, expected)]  # fmt: skip
+    how = "each normalised within its group" if is_own else "added"
+    kept = np.isfinite(implied[0] + expected)
+    shown = [
+        " + ".join(f"{weight:.3g} {name}" for weight, name in zip(np.round(given, 3)[kept] + 0.0, names[kept], strict=True))
+        for given in (implied[0], expected)
+    ]  # fmt: skip
     text = f"{shown[0]}, up to a factor, {how}, but {source} {shown[1]}"
     return [*find(notice=not is_declared, what="weighted differently in the advantages", explanation=text)]
 
@@ -1064,7 +1088,9 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
             if rest[0] == "advantages_unequal" and run.switched_on(KL_IN_REWARD):
                 rest[2]["notice"] = True
             if rest[0] == "advantages_mixed" and not data.a[rest[1]].any():
-                rest[2]["rule"] += _copies_text(run, known, rest[1])
+                is_truncated = bool((run.ended[known] == "length")[rest[1]].mean() > 0.95)
+                text = _TRUNCATED if is_truncated else _copies_text(run, known, rest[1])
+                rest[2].update(rule=rest[2]["rule"] + text, notice=is_truncated)
             yield from run.find(rest[0], rest[1], rows=known, **rest[2])
             return
     # Steps with few groups allow several rules.
@@ -1077,7 +1103,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     correlation, error = float(rules.correlation[off] @ rules.freedom[off]) / freedom, _ERRORS / freedom**0.5
     values = a[off[at]]
     numbers = {key: float(np.median(getattr(rules, key)[off])) for key in ("fit", "own", "between")} | {
-        "correlation": correlation, "error": error, "low": values.min(), "high": values.max(), "explanation": name,
+        "correlation": correlation, "error": error, "scope": "group" if is_grouped else "step", "low": values.min(), "high": values.max(), "explanation": name,
     }  # fmt: skip
     is_batch = name in (_BATCH, _NOTHING)
     # An unknown baseline, such as the reward of a greedy response, can be the same for all groups at some steps.

@@ -49,7 +49,7 @@ from .features import FEW, means, movement, not_repeatable, pearson, repeats, wr
 from .finding import DataFinding
 from .metrics import KL_COEFFICIENT, check_metrics
 from .pair_data import PairData, allowed_noise, level, logit_error
-from .sample import CHANCE, PairSums, Sample, read_sample
+from .sample import CHANCE, PairSums, PassSample, Sample, read_sample
 from .token_checks import best_lag, check_tokens
 from .where import PLACE_NATS, places, where_text
 
@@ -626,7 +626,8 @@ def _other_computation(run: DataRows, data: PairData) -> Iterator[DataFinding]:
     yield from run.find("reference_apart", run.at >= 0, name=CURRENT, what=what, notice=not is_certain, **numbers)
 
 
-_SYNCED = r"(sync|update|reset|refresh|replace)_?ref|ref\w*[_./](\w*_)?(update|reset|ema|refresh)|tr_?dpo|teacher\w*(update|sync|ema)"
+# TRL records `ref_model_sync_steps` even if it does not replace the reference.
+_SYNCED = r"(sync|update|reset|refresh|replace|ema|moving)_?(ref|teacher)|ref\w*[_./](\w*_)?(update|reset|ema|refresh)|ref(?!_model)\w*_sync|tr_?dpo|teacher\w*(update|sync|ema|regulari[sz]ation)"
 
 
 def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
@@ -643,6 +644,8 @@ def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[Data
             return  # what the trainer computes may depend on the other rows of a batch
     steps, known = data.sample.steps[data.seq], np.unique(data.sample.steps)
     text = "so it is updated, or loaded anew, during the run"
+    if name != REFERENCE:  # a teacher's prompt may contain a hint, such as a solution
+        text = "so it is updated or loaded anew during the run, or reads a context that is not recorded"
     if np.median(logit_error(data)[steps >= found.since]) < found.size / 10:
         text = "and it equals train there up to rounding, so it is the policy itself, and the KL to it vanishes"
     numbers: dict[str, Any] = {"num_tokens": found.tokens, "size": found.size, "explanation": text}
@@ -676,6 +679,7 @@ def _versions(run: DataRows) -> Iterator[DataFinding]:
     if found := wrong_versions(data):
         (side, moved), known = found, np.unique(run.sample.steps)
         numbers: dict[str, Any] = {"num_tokens": moved.tokens, "size": moved.size, "name": data.names[side]}
+        numbers["explanation"] = _version_text(getattr(run.sample, side), run.sample.steps)
         yield from run.find("versions_wrong", known >= moved.since, known, notice=True, **numbers)
         return
     trainer, engine = (side.versions.compressed() for side in (run.sample.a, run.sample.b))
@@ -686,6 +690,15 @@ def _versions(run: DataRows) -> Iterator[DataFinding]:
 
 
 _WEIGHTS = "so the reference's weights are not the initial policy's, for example because an adapter is missing, or it reads other inputs, such as prompts without their images"
+
+
+def _version_text(side: PassSample, steps: np.ndarray) -> str:
+    """Describe what is wrong with versions that are not those of the weights."""
+    newest = [side.versions[steps == step].max() for step in np.unique(steps)]
+    newest = [each for each in newest if each is not np.ma.masked]
+    if any(later < earlier for earlier, later in itertools.pairwise(newest)):
+        return "the version began anew, as after a resume, and no longer identifies the weights"
+    return "the recorded version does not grow with the weights, or is counted in another way than the other pass's"
 
 
 def _other_pass(database: Database, name: str, steps: str) -> PairData:
@@ -866,7 +879,8 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     length, loss_length = (np.nan_to_num(run.rows[name][rows]).astype(int) for name in ("length", "loss_length"))
     ended, cut = (run.ended[rows] == name for name in ("stop", "length"))
     has_tools = length > loss_length
-    varies = [np.nanstd(values) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
+    with np.errstate(over="ignore"):
+        varies = [np.std(values[np.isfinite(values)]) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
     # A penalty may never apply, and the policy may always earn the maximum of a simple function.
     idle = [
         f"{name} always returns {values[0]:g}" for name, values in zip(names, parts[rows].T, strict=True)
@@ -888,7 +902,8 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
 
         def is_function_of(count: np.ndarray, values: np.ndarray = values, known: np.ndarray = known) -> bool:
             alike = known & (count_of(count) > 1)
-            off = np.abs(values - mean_of(count, np.nan_to_num(values)))[alike]
+            filled = np.where(known, values, 0.0)
+            off = np.abs(filled - mean_of(count, filled))[alike]
             return bool(2 * alike.sum() > known.sum() and (off <= TINY * np.abs(values[known]).max()).all())
 
         of_length = is_function_of(length)
@@ -978,9 +993,8 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
         values = (each[chosen] for each in (reward, run.rows["outcome"], run.rows["advantage"]))
         r, *others = (each - mean_of(at[chosen], each) for each in values)
         is_known = len(chosen) >= 40 and np.ptp(r) > 0
-        return max((pearson(each, r) for each in others), key=abs) if is_known else np.nan, 4 / max(
-            len(chosen), 1
-        ) ** 0.5
+        error = 4 / max(len(chosen), 1) ** 0.5
+        return (max((pearson(each, r) for each in others), key=abs) if is_known else np.nan), error
 
     is_short = length < np.maximum.reduceat(length, np.unique(at, return_index=True)[1])[at]
     kinds = {" in rows shorter than their step's longest": is_short, " in truncated rows": run.ended == "length"}
@@ -988,7 +1002,7 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
         (here, error), (rest, _) = related(known & early), related(known & ~early)
         if abs(here) < error < 0.25 and rest > max(0.8, 4 * abs(here)):
             find = partial(run.find, affected=known & early, explanation=f"{text}, but {rest:.3f} in the others")
-            yield from find("advantages_unrelated", correlation=here, error=error, notice=True)
+            yield from find("advantages_unrelated", correlation=here, error=error, scope="step", notice=True)
             return
     own, error = related(known)
     if abs(own) < error and known.sum() >= 200:
@@ -996,9 +1010,10 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
         fits = {name: float(np.nan_to_num(related(known, moved)[0])) for name, moved in moves.items()}
         best = max(fits, key=fits.__getitem__)
         is_moved = fits[best] > max(0.5, 3 * error)
-        code, text = ("rewards_of_other_rows", best) if is_moved else ("advantages_unrelated", "")
+        text = best if is_moved else "; this is also the case if a critic predicts the rewards"
+        code = "rewards_of_other_rows" if is_moved else "advantages_unrelated"
         find = partial(run.find, affected=known, explanation=text, notice=not is_moved)
-        yield from find(code, correlation=own, error=error, fit=fits[best])
+        yield from find(code, correlation=own, error=error, scope="step", fit=fits[best])
 
 
 def _returns(run: DataRows) -> Iterator[DataFinding]:
@@ -1006,7 +1021,8 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
     Find rows where the fit fails across masked tokens, and steps where it fails or c changes."""
     if not run.is_per_token:
         return
-    others = {*scored_passes(run.database)} - {"rollout", "train", "current", "reference"}
+    scored = (name for name in scored_passes(run.database) if not name.startswith(REPLAY_PREFIX))
+    others = {*scored} - {ROLLOUT, TRAIN, CURRENT, REFERENCE}
     is_distilled = bool(others or run.setting(ALGORITHM, "distil|opd"))
     for other in (*sorted(others), "reference"):
         table = run.database.connection.execute(_RETURNS.format(asked=run.asked), {"other": other}).fetchnumpy()
@@ -1066,4 +1082,4 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
         (np.isin(at, steps[fails & is_lost]), "no fixed relation to the next token's advantage and the KL penalty, although they have one at earlier steps"),
     ):  # fmt: skip
         yield from run.find("advantages_mixed", affected, at, least=8, rule=rule)
-    yield from _normalised_apart(run, step, row, a, place)
+    yield from () if is_distilled else _normalised_apart(run, step, row, a, place)

@@ -345,6 +345,34 @@ def of_parts(weights=(1.0, 0.5), normalise=grpo, settings="[1.0, 0.5]"):
     }
 
 
+def of_scaled_parts(weights, scales):
+    """GDPO of reward functions whose values are multiplied by `scales`."""
+
+    def parts(step):
+        length = np.array([len(row) for row in step.responses])
+        return {
+            name: scale * values
+            for scale, (name, values) in zip(scales, {**parts_of(step), "length": length}.items(), strict=True)
+        }
+
+    def columns(step, number):
+        terms = zip(weights, parts(step).values(), strict=False)
+        return {"rewards": parts(step), "advantage": sum(weight * grpo(values) for weight, values in terms)}
+
+    reward = lambda step, n, draw: sum(w * x for w, x in zip(weights, parts(step).values(), strict=False))  # noqa: E731
+    return {
+        "reward": reward,
+        "columns": columns,
+        "hyperparameters": {"reward_weights": str(list(weights)), "scale_rewards": "gdpo"},
+    }
+
+
+def of_other_prompts(step):
+    """Two reward functions, each of which judges the prompts that the other does not."""
+    parts, is_code = parts_of(step), GROUP % 2 == 0
+    return {"code": parts["accuracy"] * is_code, "maths": parts["format"] * ~is_code, "none": 0.0 * GROUP + 1}
+
+
 def credited(reward, number, noise=0.1):
     """GAE with a critic that is right on average, and small residues."""
     draw = np.random.default_rng(number)
@@ -360,6 +388,14 @@ def truncated_only(reward, number):
 
 def of_teacher(number, factor=-1.0, lag=0):
     return [np.roll(factor * row, lag) for row in kl_of(number)]
+
+
+def of_teacher_pass(recorder, batch, step, number):
+    of_returns(recorder, batch, step, number)
+    teacher = [row - part for row, part in zip(step.scored(), kl_of(number), strict=True)]
+    if number == 1:
+        recorder.add_contract("teacher", {"engine": "vllm"})
+    recorder.add_scores("teacher", batch, logprobs=teacher)
 
 
 def of_rank_halves(reward, number):
@@ -420,6 +456,14 @@ UNEVEN = np.repeat(np.arange(9), [8, 7, 6, 8, 7, 6, 8, 7, 7])
 SOUND = {
     "groups of 6 to 8 rows": {"advantage": lambda r, n: grpo(r, UNEVEN), "groups": lambda step, n: UNEVEN.astype(str).tolist(), "columns": lambda step, n: {"prompt_ids": None}},
     "gdpo": of_parts(),
+    "gdpo with a function of weight 0": of_scaled_parts((0.0, 0.5, 1.0), (1.0, 1.0, 1.0)),
+    "gdpo with small rewards": of_scaled_parts((1.0, 1.0, 1.0), (1.0, 0.004, 1.0)),
+    "gdpo of functions for other prompts": {
+        "reward": lambda step, n, draw: sum(of_other_prompts(step).values()),
+        "columns": lambda step, n: {"rewards": of_other_prompts(step), "advantage": sum(grpo(each) for each in of_other_prompts(step).values())},
+        "hyperparameters": {"reward_weights": "[1.0, 1.0, 1.0]", "scale_rewards": "gdpo"},
+    },
+    "distillation normalised within rows": {"advantage": lambda r, n: [whitened(row) for row in of_teacher(n)], "passes": of_teacher_pass},
     "a large penalty of the reference": {"passes": of_returns, "advantage": lambda r, n: grpo(r - penalties_of(n, 1.0)), "hyperparameters": {"adv_estimator": "grpo", "kl_coef": 1.0}},
     "a penalty of truncated rows": changed_if_truncated(lambda raw, cut: grpo(np.where(cut, 0.0, raw) - cut)),
     "distillation": {"advantage": lambda r, n: of_teacher(n), "passes": of_returns},
@@ -738,11 +782,15 @@ FAULTS = {
     "rows alone with their raw reward": ("advantages_mixed", None, {"advantage": lambda r, n: left_one_out(r, r), "reward": graded, **without_prompts(ALONE)}),
     "chunks of uneven groups": ("baseline", None, {"advantage": lambda r, n: grpo(r), "reward": graded, **without_prompts(UNEVEN)}),
     "truncated rows changed after the baseline": ("advantages_mixed", None, changed_if_truncated(lambda raw, cut: centred(raw) * ~cut)),
+    "truncated rows set to 0": ("advantages_mixed", None, {"columns": lambda step, n: {"finish_reason": ends_of(step), "reward": graded(step, n, None), "advantage": grpo(graded(step, n, None)) * (np.array(ends_of(step)) == "stop")}, "hyperparameters": {"adv_estimator": "grpo"}}),
+    "truncated rows with reward 0 set to 0": ("advantages_mixed", None, changed_if_truncated(lambda raw, cut: grpo(raw * ~cut) * ~cut)),
     "logged reward": ("metric_contradicts", 6, {"metrics": lambda step, r, n: {"reward": r.mean() + (n > 5) * 0.2}}),
     "logged length": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"completion_length": 40.0 + n}}),
     "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 7.0 + n / 10}}),
 }  # fmt: skip
 NOTICES = (
+    "truncated rows set to 0",
+    "truncated rows with reward 0 set to 0",
     "gdpo with other weights than the reward",
     "an averaged KL penalty",
     "ten times the KL penalty",
@@ -849,13 +897,23 @@ EXPLAINED = {
     "advantages of the next row": "advantages moved by -1 rows",
     "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
     "gdpo with other weights": "1 accuracy + 1 format, up to a factor, each normalised within its group, but the recorded weights are 1 accuracy + 0.5 format",
-    "gdpo with one function over the batch": "the sum of reward functions: format normalised over the whole batch, accuracy within each group",
+    "gdpo with one function over the batch": "the sum of reward functions: accuracy normalised within each group, format by one factor in the whole batch",
     "grpo minus a mean over padding": "the group's mean and then the mean over the batch's tokens and padding", "token advantages of the next row's reward": "rewards moved by 1 rows",
     "previous group": "the previous group's mean", "rewards of other rows": "rewards of the same group in another order",
     "halves of the group": advantages.HALVES, "times length": "multiplied by the response length",
     "mean and deviation of another group": "the previous group's mean", "advantages of the previous step": "the rewards of the previous step",
     "a weight and a constant": "1 accuracy + 0.5 format + 0.3", "first row": "the reward of the group's first row", "half of the group": "the mean of the group's first 4 rows",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [np.inf, 1e300])
+def test_rewards_of_huge_size_do_not_overflow(tmp_path, value):
+    def columns(step, number):
+        parts = parts_of(step)
+        given = {"rewards": parts | {"accuracy": np.where(GROUP == 3, value, parts["accuracy"])}}
+        return given | {"advantage": grpo(parts["accuracy"]) + grpo(parts["format"])}
+
+    assert "advantages_of_parts" not in {each.code for each in findings(write(tmp_path / "run", columns=columns))}
 
 
 @pytest.mark.parametrize("kind", EXPLAINED)
@@ -2427,6 +2485,11 @@ def initial(number):
     return 1
 
 
+def counted_anew(number):
+    """Versions that a resumed run counts from the first one again."""
+    return number - 8 * (number > 8)
+
+
 def rounded(logits, number):
     """Rounded otherwise at each step, as in batches of other shapes."""
     noise = np.random.default_rng(number).normal(0, 2.0**-9, logits.shape)
@@ -2446,6 +2509,8 @@ WEIGHTS = {
     ),
     "the reference is loaded anew": (of_weights(reference=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "loaded anew"),
     "the teacher changes": (of_weights(teacher=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "loaded anew"),
+    "versions begin anew": (of_weights((counted_anew, counted_anew)), "versions_wrong", 10, "began anew, as after a resume"),
+    "a teacher is updated": (of_weights(teacher=lambda n: max(n - 4, 1)), "reference_changes", 7, "reads a context that is not recorded"),
     "no version grows": (of_weights((initial, initial)), "versions_wrong", 3, "train gives"),
     "the engine's version does not grow": (of_weights((initial, lambda n: n)), "versions_wrong", 3, "rollout gives"),
     "the engine's version is three too low": (
@@ -2489,6 +2554,14 @@ UNMOVED = {
     "rounding in each batch": of_weights(reference=initial, teacher=initial, rounds=rounded),
     "a reference that is replaced as declared": of_weights(reference=lambda n: n)
     | {"hyperparameters": {"ref_model_sync_steps": 4, "sync_ref_model": True}},
+    **{
+        f"a reference with {name}": of_weights(reference=lambda n: n) | {"hyperparameters": {name: value}}
+        for name, value in (
+            ("ref_policy_sync_interval", 8),
+            ("ema_teacher", 0.9),
+            ("distillation.teacher_regularization", "ema"),
+        )
+    },
     "weights that do not move": of_weights((lambda n: 0, lambda n: 0), size=0.0),
     "a rate of almost 0": of_weights((lambda n: 0, lambda n: 0), size=1e-4, reference=lambda n: n),
     "other images in equal prompts": of_weights((initial, initial), reference=lambda n: n)

@@ -619,7 +619,7 @@ def unapplied_setting(data: PairData) -> str:
     is_clear = side.sampled_score >= CLEAR and side.sampled_mean >= 0.05
     if is_clear and np.all((heat > 0) & (heat <= 1)) and not _is_plain(data) and not recorded_filter(data):
         is_applied = "neither pass applies it, or a filter" if np.min(heat) < 1 else "a lower one, or a filter,"
-        return f"temperature = {np.median(heat):g} is recorded, but logprob + entropy averages {side.sampled_mean:.2g} nats instead of 0: {is_applied} that is not recorded was applied in sampling"
+        return f"temperature = {np.median(heat):g} is recorded, but logprob + entropy averages {side.sampled_mean:.2g} nats instead of 0: {is_applied} that is not recorded was applied in sampling, unless likely responses were selected"
     likely = (side.values > np.log(0.9)) & (side.values < 0)
     share = float(np.mean((-side.values * (1 - top_p) > 1.1 * entropy + 0.1)[top_p < 1])) if (top_p < 1).any() else 0.0
     if share < 0.01 or likely.sum() < max(FEW, 3 * (side.values == 0).sum()):
