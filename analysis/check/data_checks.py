@@ -636,7 +636,7 @@ def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[Data
     if run.setting(_SYNCED, r"^(?!(false|none|null|no|off|0(\.0)?|-1)?$)"):
         return
     if found is None:
-        yield from _replaced_reference(run, name, allowed_noise(data))
+        yield from _replaced_reference(run, name, data)
         return
     if run.sample is not None and (run.sample.a.name, run.sample.b.name) == (TRAIN, ROLLOUT):
         pair = _pair_data(run.database, run.sample)
@@ -652,21 +652,19 @@ def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[Data
     yield from run.find("reference_changes", known >= found.since, known, name=name, notice=True, **numbers)
 
 
-_DISTANCES = "SELECT step, rms_d FROM pair_steps('train', '{}') WHERE isfinite(rms_d) ORDER BY step"
 _FAR = 5.0
 """Minimum ratio of an earlier distance to the reference to rounding."""
 
 
-def _replaced_reference(run: DataRows, name: str, rounding: float) -> Iterator[DataFinding]:
-    """Find a step at which a reference equals the policy again up to `rounding` (nats), although it was far from it."""
-    rows = run.database.connection.execute(_DISTANCES.format(name)).fetchall()
-    step, size = (np.array(each) for each in zip(*rows, strict=True)) if rows else np.zeros((2, 0))
+def _replaced_reference(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
+    """Find a step at which a reference equals the policy again up to rounding, although it was far from it."""
+    step, at = np.unique(data.sample.steps[data.seq], return_inverse=True)
+    size, rounding = np.sqrt(np.bincount(at, data.d**2) / np.bincount(at)), allowed_noise(data)
     before = np.maximum.accumulate(np.r_[0.0, size])[:-1]
     again = (size <= rounding / _FAR) & (before > _FAR * rounding)
     if again.any() and not again[np.argmax(again) :].all():  # a policy may return to its reference and stay there
-        first = int(step[again][0])
-        numbers: dict[str, Any] = {"start": first, "size": float(before[again][0])}
-        yield from run.find("reference_replaced", step >= first, step, name=name, notice=True, **numbers)
+        numbers: dict[str, Any] = {"start": int(step[again][0]), "size": float(before[again][0])}
+        yield from run.find("reference_replaced", step >= step[again][0], step, name=name, notice=True, **numbers)
 
 
 def _versions(run: DataRows) -> Iterator[DataFinding]:
