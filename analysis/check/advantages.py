@@ -471,8 +471,11 @@ class _Lines(NamedTuple):
 def _median_of(label: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Replace each value by the median of the `chosen` values ([K] bool) with the same (ascending) label, or by NaN."""
     medians = np.full(int(label.max()) + 1, np.nan)
-    known, index = np.unique(label[chosen], return_inverse=True)
-    medians[known] = [np.median(part) for part in split_steps(index, values[chosen])] if len(known) else []
+    label_K, values_K = label[chosen], values[chosen]
+    ordered = values_K[np.lexsort((values_K, label_K))]
+    known, first, num = np.unique(label_K, return_index=True, return_counts=True)
+    middle = (ordered[first + (num - 1) // 2] + ordered[first + num // 2]) / 2
+    medians[known] = np.where(np.isnan(ordered[first + num - 1]), np.nan, middle)
     return np.asarray(medians[label])
 
 
