@@ -293,7 +293,7 @@ _TEXT_NATS = 30.0
 
 
 def _texts(run: DataRows) -> Iterator[DataFinding]:
-    """Find rewards that depend on other rows' responses (length, frequent tokens, finish reason) but not on their own's."""
+    """Find rewards that depend on other rows' responses (length, frequent tokens, finish reason) rather than on their own."""
     steps = run.steps if run.sample is None else np.unique(run.sample.steps)
     reward, asked = run.rows["reward"], (run.rows["response"] > 0) & np.isin(run.rows["step"], steps)
     num = int(np.isfinite(reward[asked]).sum())
