@@ -994,13 +994,13 @@ def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding
 def _padded(data: _Rows, rules: _Rules) -> np.ndarray:
     """Return the steps ([S] bool) at which a mean over the batch's tokens and padding was subtracted after the groups'
     means. The advantages' means over rows and over tokens then imply the padded length, the same one at all steps."""
-    num, tokens = data.sums(data.at >= 0), np.maximum(data.sums(data.length), 1)
+    num, tokens = (np.maximum(data.sums(each), 1) for each in (data.at >= 0, data.length))
     by_row, by_token = data.sums(data.a) / num, data.sums(data.a * data.length) / tokens
     least = 1e-3 * np.sqrt(data.sums(data.a**2) / num)
     off = (rules.name == "own") & (np.fmin(np.abs(by_row), np.abs(by_token)) > least)
     width = tokens / num * (1 - np.divide(by_token, by_row, out=np.zeros(len(num)), where=off))
     longest = np.maximum(np.maximum.reduceat(data.length, np.unique(data.at, return_index=True)[1]), 1)
-    usual = np.median(width[off]) if off.any() else np.nan
+    usual = max(float(np.median(width[off])), 1.0) if off.any() else np.nan
     of_step, of_run = (off & (np.abs(width / given - 1) < 1e-3) for given in (longest, usual))
     fits = of_step if of_step.sum() >= of_run.sum() else of_run & (width > longest)
     return np.asarray(fits & (fits.sum() >= max(3, 0.95 * off.sum())))

@@ -62,7 +62,7 @@ class _Average(NamedTuple):
     """[R] or [S] largest likely distance of the average over other rows. None if only exact values are compared."""
 
 
-class _Rows:
+class _StepRows:
     """Rows of some steps, their tokens, and averages over both."""
 
     def __init__(self, run: DataRows, kept: np.ndarray, needed: set[str]) -> None:
@@ -183,14 +183,14 @@ class _Rows:
 _Averages = Iterator[_Average]
 
 
-def _scaled(rows: _Rows, values: np.ndarray, factors: Iterable[float]) -> _Averages:
+def _scaled(rows: _StepRows, values: np.ndarray, factors: Iterable[float]) -> _Averages:
     """Yield averages of values with or without a recorded factor."""
     for factor, power in itertools.product(factors, (1, -1)):
         if factor:
             yield from rows.of_rows(values * factor**power)
 
 
-def _reward(rows: _Rows, match: re.Match[str]) -> _Averages:
+def _reward(rows: _StepRows, match: re.Match[str]) -> _Averages:
     yield from rows.of_rows(rows["reward"], "rows")
     yield from _scaled(rows, rows["reward"], rows.run.numbers(_SCALE).values())
     names, parts, _is_given = rows.run.parts
@@ -202,7 +202,7 @@ def _reward(rows: _Rows, match: re.Match[str]) -> _Averages:
         yield _Average(f"the mean of {of}", rows.mean(part), "right" if is_named else kind)
 
 
-def _spreads(rows: _Rows, values: np.ndarray, of: str = "the rewards", kind: str = "right") -> _Averages:
+def _spreads(rows: _StepRows, values: np.ndarray, of: str = "the rewards", kind: str = "right") -> _Averages:
     """Yield standard deviations within groups and within steps, over n and over n - 1 values."""
     for (label, name), less in itertools.product(((rows.cell, "groups"), (rows.at, "steps")), (1, 0)):
         n, x = count_of(label), values - mean_of(label, values)
@@ -210,7 +210,7 @@ def _spreads(rows: _Rows, values: np.ndarray, of: str = "the rewards", kind: str
         yield _Average(f"the standard deviation of {of} within {name}", rows.mean(size, 1.0 / n), kind)
 
 
-def _part(rows: _Rows, match: re.Match[str]) -> _Averages:
+def _part(rows: _StepRows, match: re.Match[str]) -> _Averages:
     """Yield averages or deviations of one reward function, or deviations of the reward."""
     names, parts, _ = rows.run.parts
     if match["part"]:
@@ -224,7 +224,7 @@ def _part(rows: _Rows, match: re.Match[str]) -> _Averages:
         yield from _spreads(rows, parts.sum(axis=1), "the reward functions' unweighted sum", "wrong")
 
 
-def _length(rows: _Rows, match: re.Match[str]) -> _Averages:
+def _length(rows: _StepRows, match: re.Match[str]) -> _Averages:
     yield from rows.of_rows(rows.length, "rows")
     inside, last = rows["loss_length"], 1.0 * ~np.isin(rows.kept, rows.run.continued[0])
     for each in (rows.length, inside) if not last.all() else ():
@@ -236,7 +236,7 @@ def _length(rows: _Rows, match: re.Match[str]) -> _Averages:
     yield _Average(_WHOLE, both, kind)
 
 
-def _advantage(rows: _Rows, match: re.Match[str]) -> _Averages:
+def _advantage(rows: _StepRows, match: re.Match[str]) -> _Averages:
     advantage = np.where(rows["is_per_token"] & (match["figure"] is not None), np.nan, rows["advantage"])
     inside = rows["loss_length"] * np.isfinite(advantage)
     if figure := match["figure"]:
@@ -248,7 +248,7 @@ def _advantage(rows: _Rows, match: re.Match[str]) -> _Averages:
     yield _Average("the mean over all tokens, masked ones too", rows.mean(np.nan_to_num(advantage), rows.length))
 
 
-def _divergence(rows: _Rows, _: re.Match[str], a: str, b: str) -> _Averages:
+def _divergence(rows: _StepRows, _: re.Match[str], a: str, b: str) -> _Averages:
     """Yield averages of the usual estimators of KL(a || b), with a coefficient where one is recorded, or, between train
     and rollout, of other differences as well."""
     tokens = rows.tokens
@@ -263,7 +263,7 @@ def _divergence(rows: _Rows, _: re.Match[str], a: str, b: str) -> _Averages:
             yield from rows.of_tokens(each * size)
 
 
-def _clipped(rows: _Rows, match: re.Match[str]) -> _Averages:
+def _clipped(rows: _StepRows, match: re.Match[str]) -> _Averages:
     loss, ratio, advantage = rows.loss, clamped_exp(rows.log_ratio), rows.tokens["advantage"]
     if loss is None or not loss.has_clip:
         return
@@ -274,7 +274,7 @@ def _clipped(rows: _Rows, match: re.Match[str]) -> _Averages:
         yield _Average(f"the share of tokens {of}", next(rows.of_tokens(share)).values, kind)
 
 
-def _loss(rows: _Rows, _: re.Match[str]) -> _Averages:
+def _loss(rows: _StepRows, _: re.Match[str]) -> _Averages:
     loss, tokens = rows.loss, rows.tokens
     if loss is None or loss.kind not in (PPO, REINFORCE, SAPO) or loss.unknown or "sequence" in loss.correction:
         return
@@ -293,7 +293,7 @@ def _loss(rows: _Rows, _: re.Match[str]) -> _Averages:
 
 _MEAN = r"(/?_?(mean|avg))?$"
 _OF_ACTOR = r"^((actor|train|policy|rl|ppo_actor(/update)?)/)?"
-_QUANTITIES: tuple[tuple[str, Callable[[_Rows, re.Match[str]], _Averages], tuple[str, ...]], ...] = (
+_QUANTITIES: tuple[tuple[str, Callable[[_StepRows, re.Match[str]], _Averages], tuple[str, ...]], ...] = (
     (r"^(?!rollout/rewards$)((train|rollout|rl|critic|ppo_actor|env/all)/)?(raw_|task_)?(reward|score)s?(/all)?([/_](mean|avg|avg_raw_reward|total))?$", _reward, ()),
     (r"^((val/sequence|(rollout/)?response)_lengths|generate/avg_num_tokens|mean_gen_tokens_per_sample|completions/mean_length|((rollout/)?(response|completion)_len(gth)?|(ppo_actor/|rollout/)?(?P<whole>seq_len|total_lengths)(/all)?)([/_](mean|avg))?)$", _length, ()),
     (r"^(mean_prompt_length|prompt_len(gth)?(/(mean|avg))?)$", lambda rows, _: rows.of_rows(rows["prompt_length"], "rows"), ()),
@@ -349,7 +349,7 @@ def check_metrics(run: DataRows) -> Iterator[DataFinding]:
     ]  # fmt: skip
     needed = {name for (*_, needs), _ in chosen for name in needs} & passes
     is_read = run.at >= 0 if run.sample is None else np.isin(run.rows["step"], run.sample.steps)
-    every, some = _Rows(run, run.at >= 0, set()), _Rows(run, is_read, needed)
+    every, some = _StepRows(run, run.at >= 0, set()), _StepRows(run, is_read, needed)
     with np.errstate(invalid="ignore", over="ignore"):
         found = [*_totals(run, logged), *_evaluations(run, logged)]
     for (_, averages, needs), matches in chosen:
@@ -357,7 +357,7 @@ def check_metrics(run: DataRows) -> Iterator[DataFinding]:
         with np.errstate(invalid="ignore", over="ignore"):
             of_names = {name: _until_right(averages(rows, match), rows.steps, logged[name]) for name, match in matches.items() if name in logged}  # fmt: skip
             for name in lost.keys() & matches:
-                own = next(averages(rows, matches[name])).values
+                own = next((each.values for each in averages(rows, matches[name])), rows.steps * np.nan)
                 affected = np.isin(rows.steps, [*lost[name]]) & np.isfinite(own)
                 # NaN may stand for steps at which nothing is logged.
                 gaps = np.diff(np.flatnonzero(np.isin(rows.steps, [*logged.get(name, ())])))
@@ -444,7 +444,7 @@ def _numbers(name: str, logged: float, recorded: float, step: int) -> dict[str, 
     return {"name": name, "logged": float(logged), "recorded": float(recorded), "step": int(step)}
 
 
-def _extremes(logged: _Logged, names: dict[str, list[_Average]], rows: _Rows) -> Iterator[_Contradiction]:
+def _extremes(logged: _Logged, names: dict[str, list[_Average]], rows: _StepRows) -> Iterator[_Contradiction]:
     """Compare logged extremes with those of the rows at each step and since the previous logged value, and with those
     of the groups' means, which prime-rl logs, if the logged mean is that of all rows."""
     for name, (kind, extreme) in itertools.product(names, (("min", np.fmin), ("max", np.fmax))):

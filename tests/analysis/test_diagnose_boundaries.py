@@ -258,7 +258,7 @@ DATA = SimpleNamespace(
     is_recorder=False,
     sample=SimpleNamespace(steps=np.array([3, 7])),
     contract=lambda side: {},
-    model={},
+    config={},
 )
 LOCATE = "tim-trace locate run --steps 7 --against dtype=bf16"
 TRIANGULATE = "tim-trace triangulate run --steps 7 --arm dtype=bf16 --arm lm-head=fp32"
@@ -314,8 +314,8 @@ def test_missing_weights_are_supplied_as_the_trace_was_written_and_once(source):
         ("rounding", 0.901, "compile=true", {}, ()),
         ("rounding", 0.901, "engine=vllm,mode=decode", {}, (LOCATE.replace("dtype=bf16", "engine=vllm,mode=decode"),)),
         ("rounding", 0.901, "engine=vllm,prefix-caching=on", {}, ()),
-        ("rounding", 0.901, "engine=vllm", {"model": {"config": {"num_experts": 4}}}, ()),
-        ("rounding", 0.901, "dtype=bf16", {"model": {"config": {"num_experts": 4}}}, (LOCATE,)),
+        ("rounding", 0.901, "engine=vllm", {"config": {"num_experts": 4}}, ()),
+        ("rounding", 0.901, "dtype=bf16", {"config": {"num_experts": 4}}, (LOCATE,)),
     ],
 )
 def test_where_is_asked_once_a_replay_says_what(code, removed, changes, more, expected):
