@@ -2456,6 +2456,19 @@ def test_recorded_sampling_settings_show_in_the_samples(tmp_path, kind):
     assert all(text in data_text(one) for one in found)
 
 
+def test_a_wrong_model_says_nothing_about_the_samples(tmp_path):
+    run, _ = SAMPLING["nearly greedy"]
+
+    def passes(recorder, batch, step, number):
+        recorder.add_scores("rollout", batch, logprobs=step.scored())
+        step.logits = moved(step.logits, 3, 3.0)
+        recorder.add_scores("train", batch, logprobs=step.scored(), entropy=step.entropies())
+
+    checked = check(write(tmp_path / "trace", passes=passes, **run))
+    assert not checked.is_valid
+    assert "sampling_contradicts" not in {one.code for one in checked.data}
+
+
 # --- Weights of the passes, seen in prompts that come again
 
 

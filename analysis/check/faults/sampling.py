@@ -20,7 +20,9 @@ from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, FEW, Side, clipped, counts, judged, judged_words, means, pearson, sides
 from ..finding import SIDES, Fault, Finding, Hypothesis, Number, certain, of_signs, predicting
-from ..pair_data import MIN_REST, UNIT_ROUNDOFF, PairData, allowed_noise, context_pairs, log_odds, once, value_rounding
+from ..pair_data import (
+    MIN_REST, UNIT_ROUNDOFF, PairData, allowed_noise, context_pairs, log_odds, logit_error, once, value_rounding,
+)  # fmt: skip
 from ..sample import MOST_LOST, ratio_in_bits, unscaled_ratio
 from ..where import occurrences, part_of_rows
 
@@ -612,6 +614,8 @@ def unapplied_setting(data: PairData) -> str:
     as likely, so the entropy exceeds (1 - top_p) * -ln(p), unless the logprobs were renormalised.
     """
     data = data.within(data.updates_behind[data.seq] == 0)
+    if not data.num_kept or np.median(logit_error(data)) > allowed_noise(data):
+        return ""  # the distribution of a wrong model says nothing about the samples
     if (found := _judged(data)) is None or ratio_in_bits(-found[0].values, found[1]):
         return ""
     (side, entropy), heat = found, data.sample.settings["temperature"]
