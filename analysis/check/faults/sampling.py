@@ -21,8 +21,16 @@ from .. import commands
 from ..features import CLEAR, FEW, Side, clipped, counts, judged, judged_words, means, pearson, sides
 from ..finding import SIDES, Fault, Finding, Hypothesis, Number, certain, of_signs, predicting
 from ..pair_data import (
-    MIN_REST, UNIT_ROUNDOFF, PairData, allowed_noise, context_pairs, log_odds, logit_error, once, value_rounding,
-)  # fmt: skip
+    MIN_REST,
+    UNIT_ROUNDOFF,
+    PairData,
+    allowed_noise,
+    context_pairs,
+    log_odds,
+    logit_error,
+    once,
+    value_rounding,
+)
 from ..sample import MOST_LOST, ratio_in_bits, unscaled_ratio
 from ..where import occurrences, part_of_rows
 
