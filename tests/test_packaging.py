@@ -206,8 +206,10 @@ def test_every_verb_and_function_answers_from_the_wheel_or_names_what_is_missing
     torch = {"replay", "triangulate", "gradient", "locate", "certify", "reproduce"}
     for call in calls:
         name = call["call"].removeprefix("tim_trace.").partition(" ")[0]
-        if name in torch:
-            assert call["error"].endswith("torch is not installed; pip install 'tim-trace[replay]'"), call
+        if name in torch:  # what the trace lacks comes first
+            assert re.search(
+                r"has no weights|torch is not installed; pip install 'tim-trace\[replay\]'$", call["error"]
+            ), call
         elif name == "mcp":
             assert "pip install 'tim-trace[mcp]'" in call["error"], call
         elif call["code"] not in (0, 1):
@@ -215,6 +217,7 @@ def test_every_verb_and_function_answers_from_the_wheel_or_names_what_is_missing
             assert re.search("has no (weights|config.json)", call["error"]), call
         else:
             assert call["libraries"] is None or "matplotlib" not in call["libraries"], call
+    assert any("torch is not installed" in (call["error"] or "") for call in calls)
     assert not next(call["libraries"] for call in calls if call["call"] == "--help")
 
 
