@@ -83,8 +83,8 @@ ORDER BY step, place
 """
 """One row per sequence. Hashes are 0 if the value is missing or was not inspected; `answer` is a hash of the response
 without its prompt. `largest`, `is_per_token` and `answer` cover only loss tokens, and so does `advantage` in rows that
-have any. `outcome` is the last loss token's advantage. `masked` counts masked tokens with a nonzero advantage, but only in rows whose nonzero advantages are all equal
-and adjoin a 0 in the loss."""
+have any. `outcome` is the last loss token's advantage. `masked` counts masked tokens with a nonzero advantage, but only
+in rows whose nonzero advantages are all equal and adjoin a 0 in the loss."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _MASKED = """
 CASE WHEN len(list_distinct(list_filter(advantages, lambda value: value <> 0))) = 1
@@ -146,8 +146,10 @@ class DataRows:
         """
         if affected.sum() < least:
             return
-        columns = {} if steps is not None else self.columns if sample is None else row_columns(sample)
-        columns = columns if rows is None else {name: each[rows] for name, each in columns.items()}
+        columns: dict[str, np.ndarray] = {}
+        if steps is None:
+            columns = self.columns if sample is None else row_columns(sample)
+            columns = columns if rows is None else {name: each[rows] for name, each in columns.items()}
         since = self._since(affected, columns["step"] if steps is None else steps)
         condition = self.database.step_condition()
         filled: dict[str, float | str] = {"num": int(affected.sum())} if "{num:" in KINDS[code][1] else {}
@@ -223,7 +225,9 @@ class DataRows:
         least = CLOSE * rms_of(self.at, advantage)
         means = (mean_of(cell, advantage), mean_of(cell, advantage * trains) / share)
         with_masked, without = (asked.sum() >= 8 and (np.abs(mean) < least)[asked].mean() > 0.95 for mean in means)
-        return False if without else True if with_masked else None
+        if without:
+            return False
+        return True if with_masked else None
 
     @cached_property
     def continued(self) -> tuple[np.ndarray, np.ndarray]:

@@ -272,7 +272,8 @@ def explain(data: PairData) -> list[Finding]:
         rest = _added(rest, [each for each in part if each.side is not None or len(parts) == 1], None)
     if len(parts) > 1:
         rest = sorted(rest, key=lambda each: not each.fails)
-        rest += [each for part in parts for each in part if each.side is None and not any(x.fails for x in rest)]
+        if not any(each.fails for each in rest):
+            rest += [each for part in parts for each in part if each.side is None]
     return [*engine, *(each for each in rest if each.fails or not engine)]
 
 
@@ -398,12 +399,15 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
     """Add to the first finding the step at which the fault begins, or the few steps to which it is confined."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
-    there, when = np.unique(steps[tokens]), dict[str, Number]()
+    there = np.unique(steps[tokens])
     without = np.setdiff1d(steps[data.keep], there)
     by_chance = float(tokens.sum()) * len(without) / max(len(there), 1)
-    if by_chance >= 5 and found[0].since is None and there.min() > without.max():
+    if by_chance < 5 or found[0].since is not None:
+        return list(found)
+    when: dict[str, Number] = {}
+    if there.min() > without.max():
         when = {"since_step": int(there.min())}
-    elif by_chance >= 5 and found[0].since is None and len(there) <= 5:
+    elif len(there) <= 5:
         when = {"in_steps": ", ".join(map(str, there))}
     return [replace(found[0], numbers=when | found[0].numbers), *found[1:]]
 

@@ -85,9 +85,10 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
 
 def _values(run: DataRows) -> Iterator[DataFinding]:
     rows, by_token = run.rows, run.rows["is_per_token"]
-    lost, lost_too = rows["lost_reward"], rows["lost_advantage"]
-    yield from run.find("not_finite", lost, column="reward", explanation="", notice=_are_excluded(run, lost))
-    yield from run.find("not_finite", lost_too, column="advantage", explanation=_nan_source(run, lost_too))
+    if (lost := rows["lost_reward"]).any():
+        yield from run.find("not_finite", lost, column="reward", explanation="", notice=_are_excluded(run, lost))
+    if (lost := rows["lost_advantage"]).any():
+        yield from run.find("not_finite", lost, column="advantage", explanation=_nan_source(run, lost))
     for end in ("first", "last"):
         zeros = rows[f"zeros_{end}"]
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
@@ -134,13 +135,11 @@ def _are_excluded(run: DataRows, lost: np.ndarray) -> bool:
 def _nan_source(run: DataRows, lost: np.ndarray) -> str:
     """Describe the NaN rewards in the groups or steps of `lost` advantages ([N] bool). Empty if some have none."""
     names, parts, is_given = run.parts
-    of_parts = {name: is_given & ~np.isfinite(values) for name, values in zip(names, parts.T, strict=True)}
-    lost_reward = run.rows["lost_reward"]
-    sources = {
-        f"{name}{', and with it the reward,' if lost_reward[is_nan].all() else ''}": is_nan
-        for name, is_nan in of_parts.items()
-        if is_nan.any()
-    } | {"reward": lost_reward}
+    lost_reward, sources = run.rows["lost_reward"], {}
+    for name, values in zip(names, parts.T, strict=True):
+        if (is_nan := is_given & ~np.isfinite(values)).any():
+            sources[name + ", and with it the reward," * bool(lost_reward[is_nan].all())] = is_nan
+    sources["reward"] = lost_reward
     for (name, is_nan), (scope, cell) in itertools.product(sources.items(), (("group", run.cell), ("step", run.at))):
         reached = (mean_of(cell, 1.0 * is_nan) > 0) & ((run.labels > 0) | (scope == "step"))
         if reached[lost].all() and (mean_of(cell, 1.0 * lost)[reached] > 0).all():
@@ -408,12 +407,12 @@ def _settings(run: DataRows) -> Iterator[DataFinding]:
 
 def _cut_prompts(run: DataRows) -> Iterator[DataFinding]:
     """Find prompts that were truncated to the limit that a setting declares."""
-    length, prompt = run.rows["prompt_length"], run.rows["prompt"]
+    length = run.rows["prompt_length"]
+    of_prompts = length[np.unique(run.rows["prompt"], return_index=True)[1]]
     for setting, limit in run.numbers(rf"{_NOT_TRAINING}.*(^|[./])({_DECLARED['prompts']})$").items():
-        first = np.unique(prompt, return_index=True)[1]
-        at_limit = length[first] == limit
+        at_limit = of_prompts == limit
         # Other lengths are as frequent as the neighbouring ones.
-        near = (length[first] >= 0.9 * limit) & ~at_limit
+        near = (of_prompts >= 0.9 * limit) & ~at_limit
         if at_limit.sum() >= 8 and at_limit.mean() >= 0.1 and near.sum() < at_limit.sum() and not at_limit.all():
             numbers: dict[str, Any] = {"setting": setting, "limit": limit, "notice": True}
             yield from run.find("prompts_cut", length == limit, **numbers)
@@ -638,10 +637,9 @@ def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[Data
     if found is None:
         yield from _replaced_reference(run, name, data)
         return
-    if run.sample is not None and (run.sample.a.name, run.sample.b.name) == (TRAIN, ROLLOUT):
-        pair = _pair_data(run.database, run.sample)
-        if pair.num_kept and np.median(logit_error(pair)) > allowed_noise(pair):
-            return  # what the trainer computes may depend on the other rows of a batch
+    pair = _compared(run)
+    if pair is not None and pair.num_kept and np.median(logit_error(pair)) > allowed_noise(pair):
+        return  # what the trainer computes may depend on the other rows of a batch
     steps, known = data.sample.steps[data.seq], np.unique(data.sample.steps)
     text = "so it is updated, or loaded anew, during the run"
     if name != REFERENCE:  # a teacher's prompt may contain a hint, such as a solution
@@ -669,9 +667,8 @@ def _replaced_reference(run: DataRows, name: str, data: PairData) -> Iterator[Da
 
 def _versions(run: DataRows) -> Iterator[DataFinding]:
     """Find versions that are not those of the weights, an engine without updates, and sampling settings not applied."""
-    if run.sample is None or (run.sample.a.name, run.sample.b.name) != (TRAIN, ROLLOUT):
+    if run.sample is None or (data := _compared(run)) is None:
         return
-    data = _pair_data(run.database, run.sample)
     if text := unapplied_setting(data):
         yield from run.find("sampling_contradicts", run.at >= 0, notice=True, explanation=text)
     if found := wrong_versions(data):
@@ -697,6 +694,13 @@ def _version_text(side: PassSample, steps: np.ndarray) -> str:
     if any(later < earlier for earlier, later in itertools.pairwise(newest)):
         return "the version began anew, as after a resume, and no longer identifies the weights"
     return "the recorded version does not grow with the weights, or is counted in another way than the other pass's"
+
+
+def _compared(run: DataRows) -> PairData | None:
+    """Return the inspected tokens of train and rollout, or None if other passes are compared."""
+    if run.sample is None or (run.sample.a.name, run.sample.b.name) != (TRAIN, ROLLOUT):
+        return None
+    return _pair_data(run.database, run.sample)
 
 
 def _other_pass(database: Database, name: str, steps: str) -> PairData:

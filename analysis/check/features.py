@@ -318,10 +318,16 @@ def growth(data: PairData) -> MismatchGrowth:
     return MismatchGrowth(first, later, int(known[above[0]]), is_sudden)
 
 
+class Onset(NamedTuple):
+    column: int
+    shape: str
+    """`event` if the onset is at a fixed response position, else `shards` if the mismatch decays and starts again at
+    twice the column, else `window`."""
+
+
 @once
-def onset(data: PairData) -> tuple[int, str] | None:
-    """Return the token position from which the mismatch exceeds rounding, if there is one, and its shape: `event` at a
-    fixed response position, else `shards` if the mismatch decays and starts again at twice the position, else `window`.
+def onset(data: PairData) -> Onset | None:
+    """Return the token position from which the mismatch exceeds rounding, if there is one.
 
     It is counted from the start of the response, of the prompt, or of the prompt's left padding, whichever fits best.
     """
@@ -349,7 +355,8 @@ def onset(data: PairData) -> tuple[int, str] | None:
         share, at, column = found[0]
     if share < np.sum((log - log.mean()) ** 2) / 4 or np.median(noise[column < at]) > allowed_noise(data):
         return None
-    return at, "event" if is_event else "shards" if min(begin, again) > 1.5 * end else "window"
+    is_repeated = min(begin, again) > 1.5 * end
+    return Onset(at, "event" if is_event else "shards" if is_repeated else "window")
 
 
 FEW_SPLIT = 8

@@ -133,16 +133,17 @@ def places(data: PairData) -> list[Where]:
     mean = (np.bincount(data.seq, level, len(num)) / np.maximum(num, 1))[rows]
     found = [_place(data, name, values[rows], mean, rows) for name, values in sequence_columns(data.sample).items()]
     found += [_place(data, name, values, level, None) for name, values in token_columns(data).items()]
-    ids, tokens = _trigger_ids(data), data.sample.tokens[data.keep]
-    here, after = np.isin(tokens, ids), np.zeros(data.num_kept, bool)
-    for first, last in _rows(data) if ids else ():
-        seen = not set(ids).isdisjoint(data.sample.prompts[data.seq[first]] or ())
-        after[first:last] = seen | (np.cumsum(here[first:last]) > here[first:last])
-    for name, inside in (("after_ids", after), ("from_ids", after | here)) if ids else ():
-        place = _place(data, name, inside, level, None)
-        if place and place.kind == "is":
-            gain = place.gain - len(ids) * float(np.log(len(np.unique(tokens))))
-            found.append(replace(place, kind="one_of", values=tuple(ids), gain=gain))
+    if ids := _trigger_ids(data):
+        tokens, after = data.sample.tokens[data.keep], np.zeros(data.num_kept, bool)
+        here = np.isin(tokens, ids)
+        for first, last in _rows(data):
+            seen = not set(ids).isdisjoint(data.sample.prompts[data.seq[first]] or ())
+            after[first:last] = seen | (np.cumsum(here[first:last]) > here[first:last])
+        chosen = len(ids) * float(np.log(len(np.unique(tokens))))
+        for name, inside in (("after_ids", after), ("from_ids", after | here)):
+            place = _place(data, name, inside, level, None)
+            if place and place.kind == "is":
+                found.append(replace(place, kind="one_of", values=tuple(ids), gain=place.gain - chosen))
     return sorted((each for each in found if each is not None), key=lambda each: -each.gain)
 
 
@@ -255,7 +256,8 @@ def _split(
         at = int(np.argmax(worth))
         options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))
     gain, kind, chosen_values = max(options, key=lambda option: option[0])
-    marked = np.isin(np.arange(len(values)), np.flatnonzero(there)[np.isin(place, chosen_values)])
+    marked = np.zeros(len(values), bool)
+    marked[np.flatnonzero(there)[np.isin(place, chosen_values)]] = True
     return (gain, kind, known, chosen_values, marked, there) if gain >= PLACE_NATS else None
 
 

@@ -41,12 +41,12 @@ def resets(facts: Facts, _: Fall) -> Iterator[Fact]:
     known = np.flatnonzero(np.isfinite(values) & (values > 0))
     steps, values, first = facts.steps[known], values[known], 0
     sampled = dict(zip(*facts.rollouts.by_step(facts.rollouts.sampled), strict=True))
-    surprise = np.maximum([-sampled.get(step, math.nan) for step in steps], 1e-12)
+    relative = values / np.maximum([-sampled.get(step, math.nan) for step in steps], 1e-12)
     found: list[tuple[int, float, float]] = []
     for at in range(1, len(values)):
         if at - first < _GROWS_FOR or values[at] > values[at - 2 : at].min() / _RESETS_BY:
             continue
-        if values[at] / surprise[at] > (values / surprise)[at - 2 : at].min() / _RESETS_BY:
+        if relative[at] > relative[at - 2 : at].min() / _RESETS_BY:
             continue  # the tokens became more likely, and the mismatch smaller with them
         before = np.log(values[first:at])
         high = float(np.median(values[max(at - 3, first) : at]))

@@ -509,7 +509,10 @@ def find_parts(data: PairData) -> list[Hypothesis]:
         return []  # the turns say more
     steps = data.sample.steps[data.seq]
     begins_later = inside[steps == steps.min()].mean() <= inside.mean() / 5
-    numbers["cause"] = (("older", "newer") if begins_later else ("beginnings", "ends"))[not are_first]
+    if begins_later:
+        numbers["cause"] = "older" if are_first else "newer"
+    else:
+        numbers["cause"] = "beginnings" if are_first else "ends"
     finding = ONSET.finding(data, "in_rows", inside, next=commands.far_tokens(data), numbers=numbers)
     return [located(data, replace(finding, side="recording") if begins_later else finding, inside, cost)]
 
@@ -526,7 +529,7 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     told = None if place is None else _implied(data, place)
     is_position = place is not None and place.feature in ("position", "total_position")
     begins = features.onset(data) if is_position else None
-    if begins is not None and not (begins[1] == "event" and later_turn(data.sample)[data.keep].any()):
+    if begins is not None and not (begins.shape == "event" and later_turn(data.sample)[data.keep].any()):
         told = ("onset", "")
     if told is not None:
         return [_finding(data, *told, None, place)]
@@ -600,7 +603,7 @@ def _finding(
     if kind == "weights":
         if _grew(data):
             numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-            # In six rebuilt bug reports, it fades by at most a sixth, but by a third with older weights in a prefix cache.
+            # In six rebuilt bug reports (not blind), it fades by at most a sixth, but by a third with older weights in a prefix cache.
             fall, certainty = features.fades(data, data.sample.steps[data.seq] >= grown.since)
             if fall > 0.3 and certainty > 4:
                 numbers["cause"] = "early"
@@ -624,7 +627,7 @@ def _finding(
             numbers["cause"] = "replaced" if numbers["onset"] else "cached"
             broken = "recording" if numbers["onset"] else SIDES.get(data.names["b"], "computation")
     elif kind == "onset" and (begins := features.onset(data)) is not None:
-        numbers |= {"cause": begins[1], "onset": begins[0] - (begins[1] == "shards")}
+        numbers |= {"cause": begins.shape, "onset": begins.column - (begins.shape == "shards")}
     return KINDS[kind][0].finding(
         data, "implied" if probability is None else "judged", inside,
         weight=1.0 if probability is None else probability, next=_next(data, kind), broken=broken, numbers=numbers,
