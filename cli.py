@@ -199,7 +199,7 @@ class Commands(click.Group):
             failure, code = self._failure(ctx, told), type(told).__name__
             _let_go(error)
         if self._prints_json(ctx, arguments):
-            with suppress(TimTraceError):  # stdout may be closed or on a full disk, but stderr gets the message too
+            with suppress(TimTraceError):  # stdout may be closed or on a full disk, so stderr gets the message too
                 problem = {"code": code, "message": failure.format_message()}
                 _print(json.dumps({"json_version": JSON_VERSION, "error": problem}))
         raise failure from None
@@ -740,7 +740,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
     Start here. Runs attribute and check, reports each side's precision, and compares metrics with published values and
-    alert levels, computing each metric as its source defines it. Reports the effect of each replay in the trace,
+    alert thresholds, computing each metric as its source defines it. Reports the effect of each replay in the trace,
     and suggests further replays. The exit code is 1 if the comparison is not valid.
     """
     found = _asked(analysis.diagnose, trace, **options)
@@ -819,7 +819,7 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
     "--geometric", "LOW_HIGH",
     "geometric keeps sequences whose geometric mean ratio is in this range.", default="0.999_1.002",
 )  # fmt: skip
-@_option("--veto", "R", "veto drops sequences in which a token's ratio is below R.", default=1e-4)
+@_option("--veto", "R", "veto drops sequences in which any token's ratio is below R.", default=1e-4)
 @_ray
 @_prints()
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
@@ -1019,7 +1019,7 @@ def certify(trace: str, form: _Form, **options: Any) -> None:
 
     MODEL is a Hugging Face model folder. The settings in an arm stay fixed. Unless the arm sets them, the search varies
     the padding side, cached decoding, chunks and threads (for vLLM: decoding, preemption, chunks and the prefix cache).
-    The exit code is 1 if bits differ, or if time runs out before every planned batch was tried.
+    The exit code is 1 if bits differ, or if time runs out before every planned batch has been tried.
     """
     found = _asked(analysis.certify, trace, held_back=True, **options)
     form.result(found)
@@ -1174,7 +1174,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     """Show a run while it is being recorded: its latest steps, its series so far, and the first alerts.
 
     Waits for a run that does not exist yet, and ends when the recording ends. Ctrl-C closes only the view. Each alert
-    is shown with the step where it first fired. Alerts come from published levels and tim-trace's own rules
+    is shown with the step where it first fired. Alerts are based on published thresholds and tim-trace's own rules
     (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show

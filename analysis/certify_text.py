@@ -38,7 +38,7 @@ def _example(one: Counterexample) -> list[str]:
     layout = f", {one.layout}" if one.layout else ""
     pads = f", padding {one.pad_left} + {one.pad_right}" if one.pad_left or one.pad_right else ""
     history = " after another batch" if one.needs_history else ""
-    again = "" if one.repeats else " When the batches were rerun, they matched bit for bit."
+    again = "" if one.repeats else " On a rerun, the two executions matched bit for bit."
     return [
         f"smallest batch found{history}: {counted(len(lengths), 'row')} of {', '.join(lengths[:_MOST_LISTED])}{more} "
         f"tokens (prompt+response){layout}{pads}. "

@@ -59,8 +59,8 @@ def corrections(
       of Seq-MIS is -E_a[f 1(rho > C)]).
     - bias_*: mean |rho - w|, the largest possible error in a function's mean if the function's values lie in [-1, 1],
       because E_a[f] - E_b[w f] = E_b[(rho - w) f]. With w = 1, bias_* is twice the total variation. variance_*: mean
-      w^2, an upper bound on a single weighted sample's variance. If token ratios set the weight, the columns per
-      sequence are NULL. If sequence ratios set it, the columns per token are NULL.
+      w^2, an upper bound on a single weighted sample's variance. If token ratios set the weight, the per-sequence
+      columns are NULL. If sequence ratios set it, the per-token columns are NULL.
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 

@@ -22,7 +22,7 @@ from .views import open_database
 STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
     "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
 )  # fmt: skip
-"""Causes of differing engine weights, as codes in the finding `weights_differ`."""
+"""Causes of differing engine weights, as codes in the `weights_differ` finding."""
 
 COLUMNS = (
     "tensor", "cause", "first_differs", "num_differ", "num_versions", "given_version", "holds_version", "trainer_version", "agrees",

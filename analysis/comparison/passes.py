@@ -409,7 +409,7 @@ class _Group:
 
 
 def _without(values: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Return `values`, the largest of all classes, without one class's values `own`. Both are in descending order."""
+    """Return `values` (the largest of all classes) without one class's values, `own`. Both are in descending order."""
     places = np.searchsorted(-values, -own) + np.arange(len(own)) - np.searchsorted(-own, -own)
     return np.delete(values, places[places < len(values)])
 

@@ -1,4 +1,4 @@
-"""Compare two passes' captured distributions token by token, for the macro `pair_distributions`.
+"""Compare two passes' captured distributions token by token, for the `pair_distributions` macro.
 
 Logits are computed from captured hidden states and the head weights of the same policy version.
 

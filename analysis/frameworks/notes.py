@@ -52,7 +52,7 @@ def masked_out(
 
 
 def without_current(database: Database, pair: Pair, framework: str, *names: str) -> list[str]:
-    """Report metrics that are NULL without the pass `current`, and masked tokens (see masked_out)."""
+    """Report metrics that are NULL without the `current` pass, and masked tokens (see masked_out)."""
     return null_without(database, names, CURRENT) + masked_out(database, (*pair, CURRENT), framework)
 
 

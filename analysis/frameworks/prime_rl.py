@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..trace.source import Pair
 
 _OF_SIGNS = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
-"""Metrics that are split by the sign of the advantage. prime-rl does not log them with the loss `ipo`."""
+"""Metrics that are split by the sign of the advantage. prime-rl does not log them for the ipo loss."""
 
 
 _OF_TOKENS = frozenset(("mismatch_kl/all/median", "entropy/all/median"))
@@ -29,7 +29,7 @@ class PrimeRl(Framework):
     dppo_mask_high: float = option_field(
         0.2, "Mask tokens with A > 0 whose probability rises by more than P (default: 0.2).", metavar="P", at_least=0
     )
-    ipo_threshold: float | None = option_field(None, "Use the loss ipo with bound P.", metavar="P", at_least=0)
+    ipo_threshold: float | None = option_field(None, "Use the ipo loss with bound P.", metavar="P", at_least=0)
 
     name: ClassVar[str] = "prime-rl"
     version: ClassVar[str] = "0.8.0"

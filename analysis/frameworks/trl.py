@@ -72,7 +72,7 @@ class Trl(Framework):
             raise InvalidOption(
                 f"TRL does not log values for a whole run; use {option('by', 'step')}", option="logging_steps"
             )
-        # TRL logs clipping metrics even without an engine, so a missing pass `rollout` is not an error.
+        # TRL logs clipping metrics even without an engine, so a missing `rollout` pass is not an error.
         if pair[1] != ROLLOUT and pair[1] not in num_scored(database):
             raise NothingToCompare(why_nothing(database, pair))
         # super() without arguments fails here, because dataclass(slots=True) replaces this class with a new one.

@@ -164,7 +164,7 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "|d|": "Absolute difference between the trainer's and the engine's logprob for a token (nats).",
     "sum |f|": "Sum of |f| over all tokens, where f is ratio times advantage after the loss's clipping.",
     "k3": "Mean exp(d) - 1 - d. It estimates the KL divergence between trainer and engine (nats).",
-    "alerts": "Warning levels from frameworks and papers, which define their metrics differently.",
+    "alerts": "Based on thresholds from frameworks and papers, which define their metrics differently.",
     "interval": "Confidence interval from resampling sequence groups: how much the value depends on the sampled groups.",
     "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
     "ln ratio": "Natural logarithm of the ratio of a token's probabilities under two policies.",

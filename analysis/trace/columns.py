@@ -106,7 +106,7 @@ SELECT NOT EXISTS (FROM sequences) AND EXISTS (FROM metrics WHERE NOT starts_wit
 
 
 def has_only_other_passes(database: Database, pair: Pair) -> bool:
-    """Return True if neither pass of the pair has logprobs, but at least two other passes do, e.g. those of several
+    """Return True if neither pass of the pair has logprobs, but at least two other passes do, e.g. from several
     engines."""
     counts = num_scored(database)
     return len(database.sources) == 1 and len(counts) > 1 and not {*pair} & {*counts}

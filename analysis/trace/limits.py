@@ -58,7 +58,7 @@ def limited(
         if memory is not None and _is_out_of_memory(error):
             more = option("memory", f"{2 * parse_size(memory) / 1e6:.4g}MB")
             raise InvalidQuery(
-                f"sql: the query needs more memory than {memory}; select fewer steps or columns, or allow {more}"
+                f"sql: the query needs more memory than {memory}; select fewer steps or columns, or set {more}"
             ) from error
         raise
     finally:
@@ -67,7 +67,7 @@ def limited(
 
 def too_long(timeout: float) -> str:
     more = option("timeout", 2 * timeout)
-    return f"sql: the query took longer than {timeout:g} s; select fewer steps or rows, or allow {more}"
+    return f"sql: the query took longer than {timeout:g} s; select fewer steps or rows, or set {more}"
 
 
 @contextmanager

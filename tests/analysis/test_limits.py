@@ -68,10 +68,10 @@ def test_a_hostile_query_ends_in_time_and_within_its_memory(trace, tmp_path):
         assert seconds < timeout + 20, text  # on a busy machine; one expression cannot be interrupted
         assert peak_kb < 500_000, text  # 200 MB, 64 MiB for stacks, and the program itself
     assert {told for told, *_ in found[: len(ENDLESS)]} == {
-        "sql: the query took longer than 1 s; select fewer steps or rows, or allow timeout=2"
+        "sql: the query took longer than 1 s; select fewer steps or rows, or set timeout=2"
     }
     assert {told for told, *_ in found[len(ENDLESS) :]} == {
-        "sql: the query needs more memory than 200MB; select fewer steps or columns, or allow memory='400MB'"
+        "sql: the query needs more memory than 200MB; select fewer steps or columns, or set memory='400MB'"
     }
     assert not os.listdir(tmp_path)
 
@@ -118,6 +118,6 @@ def test_the_command_ends_in_time_even_within_one_expression(trace, text):
     done = run(sys.executable, "-m", "tim_trace", "sql", trace, text, "--timeout", "1")
     assert done.code == 2
     assert done.stderr == (
-        "Error: sql: the query took longer than 1 s; select fewer steps or rows, or allow --timeout 2\n"
+        "Error: sql: the query took longer than 1 s; select fewer steps or rows, or set --timeout 2\n"
     )
     assert time.monotonic() - began < 15

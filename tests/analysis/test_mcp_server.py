@@ -165,7 +165,7 @@ def test_an_answer_that_is_too_long_says_what_was_cut(traces):
         ("sql", {"query": "SELECT range AS n, repeat('x', 50) AS text FROM range(1000)", "max_rows": 1000}),
     )
     assert rows["rows"] == [[n] for n in range(7)]
-    assert rows["warnings"] == ["only the first 7 rows are returned; aggregate, add LIMIT, or allow max_rows=14"]
+    assert rows["warnings"] == ["only the first 7 rows are returned; aggregate, add LIMIT, or set max_rows=14"]
     assert 5000 < len(json.dumps(bytes_, separators=(",", ":"))) <= 8000
     assert bytes_["cut"] == {
         "rows": f"the first {len(bytes_['rows'])} of 1000; raise max_bytes, or ask for less (steps, n, limit, columns)"
@@ -241,5 +241,5 @@ def test_the_server_ends_with_its_input_and_names_what_is_missing(traces):
     assert done.code == 2
     assert (
         done.stderr
-        == "Error: version 2 of the package mcp is not installed; install it with: pip install 'tim-trace[mcp]'\n"
+        == "Error: version 2 of the mcp package is not installed; install it with: pip install 'tim-trace[mcp]'\n"
     )

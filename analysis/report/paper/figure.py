@@ -27,7 +27,7 @@ WIDTHS: dict[str, tuple[float, float]] = {
     "column": (3.4, 7.0), "aaai": (3.3, 7.0), "acl": (3.03, 6.3), "acm": (3.33, 7.0), "iclr": (5.5, 5.5), "icml": (3.25, 6.75),
     "ieee": (3.5, 7.16), "jmlr": (6.0, 6.0), "nature": (3.5, 7.2), "neurips": (5.5, 5.5),
 }  # fmt: skip
-"""Widths in inches by style: of a single figure (one column), and of the run overview (full text width)."""
+"""Widths in inches by style: a single figure (one column), and the run overview (full text width)."""
 DPI, SMALL = 200, 6.5
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
 """Dash patterns of lines. The first 40 lines differ, because 5 patterns and 8 colours have no common factor."""
