@@ -386,7 +386,7 @@ _allow_kernel = _option(
 
 
 def _replays(command: Callable[..., None]) -> Callable[..., None]:
-    """If a library is missing, report missing weights first: without them, installing it would not help."""
+    """If a library is missing, first check for weights: without weights, installing the library would not help."""
 
     @wraps(command)
     def checked(trace: str, **options: Any) -> None:
@@ -1396,7 +1396,7 @@ def _brought_in(output: str, imported: Any) -> str:
     if imported.num_known_files:
         parts.append(f"{imported.num_known_files:,} files were already imported and were not read again")
     parts += [f"skipped: {sentence}" for sentence in imported.held_back]
-    parts += [f"no logprobs of pass {sentence}" for sentence in imported.missing]
+    parts += [f"no logprobs from pass {sentence}" for sentence in imported.missing]
     following = "diagnose"
     if imported.num_known_files and not imported.num_files:
         first = "nothing new was found"

@@ -141,7 +141,7 @@ class _Rule:
     code: str
     expected: str
     broken: str
-    """SQL condition of the rows that deviate."""
+    """SQL condition that selects the deviating rows."""
 
 
 def _rows(database: Database) -> Iterator[Deviation]:

@@ -34,9 +34,9 @@ def weights(
     """List the weight versions, with their size and the share of elements that changed.
 
     Each version's row has the number of elements, their bytes in memory and on disk, the share whose bits differ from
-    the previous version, and a hash over the whole history. In bfloat16 at usual learning rates, at least 98% of
-    the elements stay the same (arXiv 2602.03839). `verify` rebuilds each version, checks its hashes, and adds a column
-    `verified`, which is `ok` or describes the damage. If `by` is module, each row is a module, combined over all
+    the previous version, and a hash over the whole history. In bfloat16 at typical learning rates, at least 98% of
+    the elements stay the same (arXiv 2602.03839). `verify` rebuilds each version, checks its hashes, and adds the
+    column `verified`: `ok`, or a description of the damage. If `by` is module, each row is a module, combined over all
     layers, and `num_unchanged` counts the versions in which the module did not change.
 
     `engine` compares the engine's tensors (or modules) with the trainer's instead. `trainer_version` is the trainer's

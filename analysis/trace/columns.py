@@ -134,7 +134,7 @@ def why_nothing(database: Database, pair: Pair) -> str:
         )
     lacking = [name for name in pair if name not in counts]
     if lacking:
-        problem = f"has no logprobs of pass {' and '.join(repr(name) for name in lacking)}{_note(database, lacking)}"
+        problem = f"has no logprobs from pass {' and '.join(repr(name) for name in lacking)}{_note(database, lacking)}"
     else:
         problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}{_note(database, list(pair))}"
     others = list(counts)

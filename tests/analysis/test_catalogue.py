@@ -146,7 +146,7 @@ def test_a_name_that_is_not_there_names_the_nearest(trace):
 
 def test_what_a_query_lacks_is_said(tmp_path):
     make_trace(tmp_path / "run", passes=("rollout",))
-    with pytest.raises(NothingToCompare, match="has no logprobs of pass 'train'"):
+    with pytest.raises(NothingToCompare, match="has no logprobs from pass 'train'"):
         query("by-position", tmp_path / "run")
     with Recorder(tmp_path / "bare") as recorder:
         batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2]])

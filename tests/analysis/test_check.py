@@ -434,7 +434,7 @@ def test_it_never_passes_on_nothing_to_compare(tmp_path, passes):
         batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2, 3]])
         for name in passes:
             recorder.add_scores(name, batch, logprobs=[[-1.0, -2.0]])
-    with pytest.raises(NothingToCompare, match=r"no logprobs of pass|the trace has no scores"):
+    with pytest.raises(NothingToCompare, match=r"no logprobs from pass|the trace has no scores"):
         check(tmp_path / "trace")
 
 

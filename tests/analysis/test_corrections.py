@@ -328,7 +328,7 @@ def test_nothing_finite_is_counted(tmp_path):
 
 def test_what_cannot_be_is_refused(tmp_path):
     make_trace(tmp_path / "one", passes=("rollout",))
-    with pytest.raises(NothingToCompare, match="no logprobs of pass 'train'"):
+    with pytest.raises(NothingToCompare, match="no logprobs from pass 'train'"):
         corrections(tmp_path / "one")
     for wrong in ({"icepop": "5"}, {"geometric": "2_1"}, {"token_threshold": 0.0}, {"veto": -1.0}, {"by": "moon"}):
         with pytest.raises(InvalidOption, match=next(iter(wrong)).replace("_", "-")):

@@ -330,7 +330,7 @@ def test_without_rollout_logprobs_the_clips_are_known(loss, tmp_path):
     assert row["sampling/sampling_logp_difference/mean"] is None
     (told,) = likeness(tmp_path / "run", like="trl")[1:]
     assert told == "run: no pass 'rollout' recorded, so sampling/* is NULL"
-    with pytest.raises(NothingToCompare, match="has no logprobs of pass 'other'"):
+    with pytest.raises(NothingToCompare, match="has no logprobs from pass 'other'"):
         stats(tmp_path / "run", like="trl", pair="train:other")
 
 

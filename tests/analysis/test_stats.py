@@ -371,8 +371,8 @@ def test_enormous_differences_stay_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        ("train:reference", r"has no logprobs of pass 'reference'; compare two of rollout, train, e.g. with pair="),
-        ("a:b", "no logprobs of pass 'a' and 'b'"),
+        ("train:reference", r"has no logprobs from pass 'reference'; compare two of rollout, train, e.g. with pair="),
+        ("a:b", "no logprobs from pass 'a' and 'b'"),
     ],
 )
 def test_a_pass_that_is_not_there_is_named_with_those_that_are(tmp_path, pair, message):

@@ -210,7 +210,7 @@ def test_what_verl_has_no_numbers_of_is_refused(tmp_path):
     with pytest.raises(InvalidOption, match="like: got 'other'; use one of nemo-rl, openrlhf"):
         stats(tmp_path / "run", like="other")
     make_trace(tmp_path / "one", passes=("rollout",))
-    with pytest.raises(NothingToCompare, match="has no logprobs of pass 'train'"):
+    with pytest.raises(NothingToCompare, match="has no logprobs from pass 'train'"):
         stats(tmp_path / "one", like="verl")
 
 

@@ -583,7 +583,7 @@ def test_the_command_says_what_came_and_what_did_not(tmp_path):
     done = tim_trace("import", "auto", tmp_path / "dump", "-o", tmp_path / "run")
     assert done.code == 0
     assert "imported 6 sequences of verl" in done.stderr
-    assert "no logprobs of pass train: the dump has no old_log_probs" in done.stderr
+    assert "no logprobs from pass train: the dump has no old_log_probs" in done.stderr
     done = tim_trace("import", "auto", tmp_path / "dump", "-o", tmp_path / "run")
     assert "1 files were already imported" in done.stderr
 
