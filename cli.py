@@ -66,7 +66,7 @@ SECTIONS = {
         "example": "Write an example trace: a recorded GRPO run whose reward drops.",
         "record": "Run a command and record its trainer and vLLM engines.",
         "import": "Convert another tool's files to a trace.",
-        "diagnose": "Report if a run collapsed, and if its mismatch is normal.",
+        "diagnose": "Find out if a run collapsed, and if its mismatch is normal.",
         "report": "Write everything known about a run to a single HTML page.",
         "watch": "Watch a run and its first alerts while it is being recorded.",
         "replay": "Score recorded steps again under different numerics.",

@@ -47,7 +47,7 @@ _LISTED = f"""
     FROM (SELECT *, bool_and({_GIVEN_AS_HAD}) OVER (PARTITION BY tensor) AS is_plain FROM {{view}})
     WHERE {{every}} OR NOT is_plain GROUP BY policy_version, writer
 """
-"""Lists the other tensors: those that the engine did not always receive unchanged."""
+"""Lists the tensors that the engine did not always receive unchanged."""
 
 
 _UNACCOUNTED = """

@@ -12,7 +12,7 @@ FIRST: Mapping[str, str] = {
     "setting": "{name} is {a} in A and {b} in B",
     "sampling": "sampling uses {name} {a} in A and {b} in B",
     "contract": "{name} is {a} in A and {b} in B",
-    "prompts": "the prompts differ ({num_shared} shared, of {a} in A and {b} in B)",
+    "prompts": "the prompts differ ({a} in A, {b} in B, {num_shared} shared)",
     "responses": "identical prompts get different responses ({a})",
     "logprobs": "{name} gives identical tokens different logprobs ({a} in A, {b} in B; largest difference "
     "{largest:.3g} nats, at "
