@@ -19,7 +19,7 @@ class ArmPlan:
     num_sequences: int = 0
     """Number of unscored sequences."""
     num_tokens: int = 0
-    """Number of tokens to run through the model, including scored rows that share a forward pass with unscored rows."""
+    """Number of tokens to run through the model, including scored ones that share a forward pass with unscored ones."""
     num_versions: int = 0
     """Number of times weights are loaded: once per change in policy version."""
     tokens_per_s: float | None = None

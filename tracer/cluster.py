@@ -220,7 +220,7 @@ class _Pool:
                         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
                         message = (
                             f"{TRIES} actors died before they were ready ({reason}). Check that tim-trace "
-                            f"{__version__} and all packages that the options name are installed on every node"
+                            f"{__version__} and all packages named in the options are installed on every node"
                             if unit is None
                             else f"{TRIES} actors died while running the same unit "
                             f"({shorten(str(units[unit]), 200)}). Check whether a node ran out of memory"

@@ -66,7 +66,7 @@ class Counterexample:
     needs_history: bool
     """True if the logprobs differ only when another batch runs first. That batch is forward pass 0 in the trace."""
     repeats: bool
-    """False if the logprobs were equal when the batches ran again. `value` and `other` are then from the first run."""
+    """False if the logprobs were equal on a rerun. `value` and `other` are then from the first run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

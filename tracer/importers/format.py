@@ -131,7 +131,7 @@ class Reading:
     """Number of the last complete line in each JSON Lines file, counted from 1. Set by the reader."""
     partial: bool = False
     added: tuple[str, ...] = ()
-    """Columns that `map` adds or reads from other fields than the format does."""
+    """Columns that `map` adds, or reads from a different field than the format does."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     without_values: list[str] = field(default_factory=list)
     """Files that were skipped because no request in them has logprobs. Set by the reader."""

@@ -48,7 +48,7 @@ VERSIONS = tuple(f"{name}{POLICY_VERSION}" for name in STANDARD)
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
-    "advantage": either(SCORE, VALUES, pa.types.is_list, "a number, or each a list of numbers"),
+    "advantage": either(SCORE, VALUES, pa.types.is_list, "a number or, in every row, a list of numbers"),
     **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
     SPLIT: TEXT,
     **dict.fromkeys(VERSIONS, VERSION),
