@@ -89,7 +89,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
     def __init__(self, *, sample: Sample | None = None, plan: ReplayPlan | None = None, replayed_pass: str = TRAIN):
         super().__init__()
         self.replayed_pass = replayed_pass
-        """The recorded pass that d compares the replayed logprobs with."""
+        """The recorded pass that the replayed logprobs are compared with."""
         self.plan = ReplayPlan() if plan is None else plan
         """Planned work. Includes time estimates after a dry run."""
         self.sample = sample

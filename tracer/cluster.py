@@ -29,7 +29,7 @@ STORE_BYTES = 10**8
 """Object store size of a local cluster in bytes. It can be low, because units of work and their results are small."""
 CONNECT_S = 10.0
 TRIES = 3
-"""Give up once this many actors have died while running the same unit of work, or before they were ready."""
+"""Give up once this many actors have died before becoming ready, or while running the same unit of work."""
 LOOK_S = 10.0
 """Seconds to wait for a result before checking whether an actor fits on any node."""
 PATIENCE = 6

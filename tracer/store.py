@@ -344,7 +344,7 @@ class Store:
         except StorageError:
             raise
         except OSError as error:
-            raise DamagedTrace(f"{where} cannot be read ({error}). Check the path and your access to it") from error
+            raise DamagedTrace(f"{where} cannot be read ({error}). Check the path and its permissions") from error
         return parse_manifest(content, where)
 
     def writers(

@@ -34,7 +34,7 @@ class Coverage:
     layouts: tuple[str, ...] = ()
     """Arm options set by the search, such as `mode=decode`. An empty string means the arm's own values."""
     vocabulary: float = 0.0
-    """Share of the token ids that occurred."""
+    """Fraction of the vocabulary that occurred in the batches."""
     num_calls: int = 0
     """Distinct operator calls seen: operator, dtypes and size classes. 0 for vLLM."""
 

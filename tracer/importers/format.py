@@ -29,7 +29,7 @@ class DumpFolder:
     is_file: bool = False
 
     passes: Mapping[str, str] = field(default_factory=dict)
-    """Each file's pass name if several paths were given, because each path becomes a pass. Otherwise empty."""
+    """Each file's pass name. Empty unless several paths were given, each of which becomes a pass."""
 
     @classmethod
     def of_paths(cls, paths: Sequence[str | os.PathLike[str]], names: Sequence[str]) -> DumpFolder:
