@@ -107,7 +107,7 @@ def importable():
         required = "required" if name in REQUIRED else ""
         notes = filter(None, (required, "" if kind.nullable else "never NULL", NOTES.get(name, "")))
         shown = ", ".join(f"`{each}`" for each in names)
-        lines.append(f"| {shown} | {kind.wants.replace(', or each a ', ', or a ')} | {'; '.join(notes)} |")
+        lines.append(f"| {shown} | {kind.wants.replace(' or, in every row, a ', ', or a ')} | {'; '.join(notes)} |")
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Commands (`gradient`, `locate`) and factory models that return only logits: they support some of the options."""
+"""Users of arm options other than engines: two commands, and factory models that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class ArmPass:
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
         """Return the stored scores of `rows`, skipping rows without scores. With `contract`, return None unless all
-        rows have scores, and every contract setting that affects logprobs is the same."""
+        rows have scores and every contract setting that affects logprobs is the same."""
         own = {row.seq_id: row for row in self.run.step(step, self.name)}
         kept = [row for row in rows if row.seq_id in own]
         if contract is not None:

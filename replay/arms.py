@@ -83,7 +83,7 @@ class Arm:
         ),
     )  # fmt: skip
     mode: str = arm_option(
-        "Run one forward pass (prefill), or pass the response through the KV cache in steps of 1 (decode) or N tokens.",
+        "Run one forward pass (prefill), or feed in the response 1 (decode) or N tokens at a time, using the KV cache.",
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     preempt: int | None = arm_option(

@@ -1,7 +1,7 @@
 """Arrange recorded rows in forward passes.
 
 Shapes: B rows in a forward pass, W columns (the padded row length, or all tokens if rows are packed), K trailing
-columns that cover every response, N response tokens of all rows.
+columns that cover every response, N response tokens in all rows.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class HfScorer:
         )  # fmt: skip
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows to run for `rows`. With recorded batches: all in `of` that share their forward passes."""
+        """Return the rows to run for `rows`: with recorded batches, all in `of` that share a forward pass with them."""
         if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}

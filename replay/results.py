@@ -19,7 +19,7 @@ class ArmPlan:
     num_sequences: int = 0
     """Number of unscored sequences."""
     num_tokens: int = 0
-    """Number of tokens to run through the model, including scored rows that share a forward pass with unscored rows."""
+    """Number of tokens to run through the model, including scored ones that share a forward pass with unscored ones."""
     num_versions: int = 0
     """Number of times weights are loaded: once per change in policy version."""
     tokens_per_s: float | None = None
@@ -89,7 +89,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
     def __init__(self, *, sample: Sample | None = None, plan: ReplayPlan | None = None, replayed_pass: str = TRAIN):
         super().__init__()
         self.replayed_pass = replayed_pass
-        """The recorded pass that d compares the replayed logprobs with."""
+        """The recorded pass that the replayed logprobs are compared with."""
         self.plan = ReplayPlan() if plan is None else plan
         """Planned work. Includes time estimates after a dry run."""
         self.sample = sample

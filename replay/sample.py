@@ -122,7 +122,7 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Return evenly spaced positions in [0, 1) for randomly ordered groups. A sample takes those below its share."""
+    """Return evenly spaced positions in [0, 1) for groups in random order. A sample takes groups below its share."""
     order = sorted(groups, key=lambda group: (_hash(f"{seed}/{step}/{group}"), group))
     offset = (_hash(str(seed)) / 2**64 + step * _GOLDEN) % 1.0
     return {group: (rank + offset) / len(order) for rank, group in enumerate(order)}

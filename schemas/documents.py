@@ -79,7 +79,8 @@ def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool
     if checksum != whole_hash(_canonical(values).encode()):
         lacks = "its checksum is missing" if checksum is None else "its content does not match its checksum"
         raise DamagedTrace(
-            f"{where}: {lacks}, so this file ({what}) was changed or damaged after writing. Restore it from a backup"
+            f"{where}: {lacks}, so this file ({what}) was changed or damaged after it was written. "
+            "Restore it from a backup"
         )
     return values
 
@@ -196,7 +197,7 @@ class WriterState:
     files: dict[str, SealedFile] = field(default_factory=dict)
     """Finished files, keyed by path in the trace."""
     replaced: tuple[str, ...] = ()
-    """Files of other writers that were merged into this writer's files but not deleted yet. Readers ignore them."""
+    """Other writers' files that were merged into this writer's files but are not yet deleted. Readers ignore them."""
     journals: tuple[str, ...] = ()
     """Journals with rows that are not in Parquet files yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)

@@ -146,8 +146,8 @@ MIN_SHARE = 0.25
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Callable[[str, str], None] | None) -> Padding | None:
     """Return the padding that a mask describes, or None if there is no mask. Warns if ids without a mask look padded.
 
-    `side` is `response` or `prompt`. `warn` takes a key, reported once, and a text. If it is None, as for framework
-    data, empty rows are not reported.
+    `side` is `response` or `prompt`. `warn` takes a key and a text, and reports each key once. If `warn` is None, as
+    for framework data, empty rows are not reported.
     """
     name = f"{side}_attention_mask"
     if mask is None:

@@ -29,7 +29,7 @@ STORE_BYTES = 10**8
 """Object store size of a local cluster in bytes. It can be low, because units of work and their results are small."""
 CONNECT_S = 10.0
 TRIES = 3
-"""Give up once this many actors have died while running the same unit of work, or before they were ready."""
+"""Give up once this many actors have died before becoming ready, or while running the same unit of work."""
 LOOK_S = 10.0
 """Seconds to wait for a result before checking whether an actor fits on any node."""
 PATIENCE = 6
@@ -220,7 +220,7 @@ class _Pool:
                         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
                         message = (
                             f"{TRIES} actors died before they were ready ({reason}). Check that tim-trace "
-                            f"{__version__} and all packages that the options name are installed on every node"
+                            f"{__version__} and all packages named in the options are installed on every node"
                             if unit is None
                             else f"{TRIES} actors died while running the same unit "
                             f"({shorten(str(units[unit]), 200)}). Check whether a node ran out of memory"

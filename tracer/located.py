@@ -236,7 +236,7 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
     values["found"]["products"] = [[*operator, own] for operator, own in found.products.items()]
     content = to_document(values).encode()
     if len(content) > MAX_BYTES:
-        raise StorageError(f"the result has {len(content):,} bytes (limit: {MAX_BYTES:,}). Locate fewer sequences")
+        raise StorageError(f"the result takes {len(content):,} bytes (limit: {MAX_BYTES:,}). Locate fewer sequences")
     write_part(Path(store.root), kept.relative, content)
     return kept.relative
 

@@ -109,8 +109,8 @@ class Recorder:
         newest attempt at each step.
 
         Raises TraceExists if neither `force` nor `resume` is set and the path already contains files (with `join`:
-        files other than an unfinished trace), or if another process records this rank. Raises StorageStalled if the
-        file system does not respond.
+        files other than an unfinished trace), or if another process is recording this rank. Raises StorageStalled if
+        the file system does not respond.
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(

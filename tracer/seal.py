@@ -77,8 +77,8 @@ def parquet_options(table: str, sample: pa.Table, *, splits_ids: bool = False) -
     A float column is encoded with BYTE_STREAM_SPLIT if that makes its values in `sample` compress better, as is usual
     unless values repeat (near-certain tokens, shared prefixes). With `splits_ids`, token id columns use it too.
 
-    Only columns of integers and text get statistics: from those of floats, which leave out NaN, DuckDB concludes that
-    `isnan(reward)` is false.
+    Only integer and text columns get statistics. Float statistics omit NaN, so DuckDB would conclude from them that
+    `isnan(reward)` is always false.
     """
     columns = TABLE_SPECS[table].columns
     encodings = {

@@ -103,7 +103,7 @@ class Store:
                 raise of_system(error) from error
         self.root: str = root.rstrip("/")
         self._listed: dict[str, list[dict[str, Any]]] = {}
-        """Entries of each remote folder, as of the last call of `look`."""
+        """Entries of each remote folder, as of the last call to `look`."""
 
     @property
     def is_local(self) -> bool:
@@ -344,7 +344,7 @@ class Store:
         except StorageError:
             raise
         except OSError as error:
-            raise DamagedTrace(f"{where} cannot be read ({error}). Check the path and your access to it") from error
+            raise DamagedTrace(f"{where} cannot be read ({error}). Check the path and its permissions") from error
         return parse_manifest(content, where)
 
     def writers(

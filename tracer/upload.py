@@ -216,7 +216,7 @@ class Sender:
                 self._upload.send_index()
         except OSError as error:
             if not self._has_failed:
-                say(f"{error}. Recording continues in {self.folder}, and the upload is retried later")
+                say(f"{error}. Recording continues in {self.folder}, and the upload will be retried later")
             self._has_failed = True
 
     def finish(self) -> None:

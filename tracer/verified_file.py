@@ -114,7 +114,7 @@ class VerifiedFile:
         """Read bytes [start, stop) of the content that FileCursor shows.
 
         If the tail is in memory, FileCursor shows a gap of zeros before it. Parquet readers look for the footer by
-        reading more bytes than the footer has. The extra bytes come from the gap, so no request is needed for them.
+        reading more bytes than it contains. The extra bytes come from the gap, so no request is needed for them.
         """
         if not self._gap or stop <= self._end:
             return self.read(start, stop)
@@ -127,7 +127,7 @@ class VerifiedFile:
         self._load_checksums()
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
             where = self.store.shown(self.relative)
-            raise damaged(f"{where} is {size - self.num_bytes:,} bytes longer than when written")
+            raise damaged(f"{where} is {size - self.num_bytes:,} bytes longer than when it was written")
         whole = xxhash.xxh3_128()
         for start in range(0, self._end, 16 * BLOCK_BYTES):
             whole.update(self.read(start, min(start + 16 * BLOCK_BYTES, self._end)))

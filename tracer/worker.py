@@ -191,7 +191,7 @@ class Worker:
 def run_within(
     patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
 ) -> _Given:
-    """Return the result of a call on its own thread. `late` gets a result that comes after StorageStalled."""
+    """Run a call on its own thread and return its result. `late` gets a result that arrives after StorageStalled."""
     given: list[_Given] = []
     worker = Worker(max_bytes=0, patience=patience)
     worker.submit(lambda: given.append(call()), 0)

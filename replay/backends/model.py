@@ -220,8 +220,8 @@ def to_torch(tensor: Tensor) -> Any:
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round expert and linear-layer weights (not the head) to a quantised engine's values. Shapes: E experts, O
-    outputs, I inputs, G inputs per group."""
+    """Round expert and linear-layer weights (not the head) to the values a quantised engine would use. Shapes: E
+    experts, O outputs, I inputs, G inputs per group."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     with torch.no_grad():
         for module in model.modules():

@@ -21,9 +21,9 @@ def followed(
     known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, into: list[Routing], *,
     keeps_same_sets: bool = False,
 ) -> Iterator[None]:  # fmt: skip
-    """Append each row's router choices to `into`. With `recorded`, force these choices, except for padding tokens and
-    (with `keeps_same_sets`) where the router selects the same experts in any order. Raises CannotReplay if they do not
-    fit."""
+    """Append each row's router choices to `into`. Force the choices in `recorded`, if given, except for padding tokens
+    and (with `keeps_same_sets`) where the router selects the same experts in any order. Raises CannotReplay if they do
+    not fit."""
     if not known:
         yield
         return

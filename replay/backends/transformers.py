@@ -40,7 +40,7 @@ class TransformersScorer(BatchScorer):
         with KeepDouble() if next(self._model.parameters()).dtype == torch.float64 else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
-            # Move indices to the device of the indexed tensor: the last layer may be on another device than the first.
+            # Move indices to the device of the indexed tensor: the first and last layer may be on different devices.
             before_N = torch.from_numpy(batch.before_N).to(hidden_WH.device)
             scored_N = torch.from_numpy(batch.scored_N).to(self._device)
             return self._head.logprobs(self._model, hidden_WH[before_N], ids_W[scored_N])

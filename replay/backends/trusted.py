@@ -26,7 +26,7 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay runs the model in the same way, without calling these functions."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""Maps an attention to transformers' check that its package is installed. Without it, a hub kernel is used."""
+"""Maps an attention to transformers' check for its package. If the package is missing, a hub kernel is used."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable that allows more hub kernels (comma-separated names)."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (

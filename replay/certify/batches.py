@@ -50,7 +50,7 @@ class Batch:
         return self.before + self.after
 
     def padding(self) -> tuple[list[int], list[int]]:
-        """Return the padding tokens on the left and right of each row."""
+        """Return the number of padding tokens to the left and to the right of each row."""
         before, after = self.before, self.after
         return [before - len(prompt) for prompt, _ in self.rows], [after - len(response) for _, response in self.rows]
 

@@ -82,7 +82,7 @@ def certify(
     random changes to batches that reached new operator calls, for at most `minutes`. A batch that differs is shrunk and
     written as the trace `output`/counterexample, replacing an earlier one. The result contains the command that
     reproduces the difference. A certificate is written to `output`/certificate.json. The verdict is `undecided` if time
-    runs out before every planned batch was tried.
+    runs out before every planned batch has been tried.
 
     `model_factory` and `against_factory` name functions (module:function) that build the two executions' models.
 
@@ -222,7 +222,7 @@ class _Search:
         self.settings: tuple[Contract, Contract] = ({}, {})
 
     def _open_layouts(self) -> Iterator[str]:
-        """Yield the layouts that do not override an arm's options. Options that all arms set already are dropped."""
+        """Yield the layouts that do not override an arm's options. Options that every arm already sets are dropped."""
         words = [set(side.text.replace(" ", "").split(",")) for side in self._sides]
         named = {word.partition("=")[0].replace("_", "-") for word in set.union(*words)}
         engines = {side.arm.engine for side in self._sides}

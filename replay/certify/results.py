@@ -34,7 +34,7 @@ class Coverage:
     layouts: tuple[str, ...] = ()
     """Arm options set by the search, such as `mode=decode`. An empty string means the arm's own values."""
     vocabulary: float = 0.0
-    """Share of the token ids that occurred."""
+    """Fraction of the vocabulary that occurred in the batches."""
     num_calls: int = 0
     """Distinct operator calls seen: operator, dtypes and size classes. 0 for vLLM."""
 
@@ -66,7 +66,7 @@ class Counterexample:
     needs_history: bool
     """True if the logprobs differ only when another batch runs first. That batch is forward pass 0 in the trace."""
     repeats: bool
-    """False if the logprobs were equal when the batches ran again. `value` and `other` are then from the first run."""
+    """False if the logprobs were equal on a rerun. `value` and `other` are then from the first run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

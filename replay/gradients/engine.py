@@ -46,8 +46,8 @@ def gradient(
     An arm can change the forward and backward passes as in `replay` (dtype=bf16, batch-size=1, attention=math), the
     pass used in the importance and correction ratios (`logprobs=PASS`: train, rollout, current, replay/<arm>), and the
     correction (`correction=RULE`: none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
-    sequence_truncate:2, sequence_mask:3). Commas combine changes in one arm. correction=exact weights by the
-    untruncated ratio train / rollout, which the other corrections approximate.
+    sequence_truncate:2, sequence_mask:3). Commas combine changes in one arm. With correction=exact, the
+    weight is the untruncated ratio train / rollout, which the other corrections approximate.
 
     The variance across micro-batches is computed only for steps with at least 4 micro-batches. `loss` overrides loss
     fields or sets missing ones, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function

@@ -1,6 +1,6 @@
 """Compute the trainer's loss from recomputed logprobs.
 
-Shapes: B rows, T padded response length, N response tokens of all rows, one row after the other. B1 means [B, 1].
+Shapes: B rows, T padded response length, N response tokens in all rows, one row after the other. B1 means [B, 1].
 """
 
 from __future__ import annotations

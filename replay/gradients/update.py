@@ -200,7 +200,7 @@ def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
     """Map each policy version to the step where its update was logged. TRL logs a step's updates at consecutive steps.
-    All versions map to None if one of those has its own sequences or no logged norm."""
+    All versions map to None if one of those steps has its own sequences or no logged norm."""
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}
     if len(versions) > 1 and (others & set(steps.values()) or not set(steps.values()) <= set(norms)):

@@ -38,7 +38,7 @@ _ROTARY = "rotary_emb"
 _ATTENTION = "attn"
 
 Span = tuple[str, slice, int]
-"""(sequence id, slice of the forward pass's tokens, position in the sequence of the slice's first token)."""
+"""(sequence id, slice of the forward pass's tokens, position of the slice's first token in the sequence)."""
 
 
 class _EagerScorer(VllmScorer):

@@ -36,7 +36,7 @@ class Writer:
         self._constants: dict[str, Any] = {}
 
     def script(self, header: str) -> tuple[str, dict[str, Any]]:
-        """Return the script's text and the tensors, by name, that it reads from its file. Raises NotWritable."""
+        """Return the script's text, and the tensors that it reads from its file, by name. Raises NotWritable."""
         suspect, reference = self._suspect, self._reference
         codes = {reference: self._code(reference)}
         codes[suspect] = self._found.part or self._code(suspect, codes[reference].built)

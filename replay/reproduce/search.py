@@ -24,7 +24,7 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 
 _LARGE = 1e4
 """Minimum magnitude of a number that counts as part of a mask."""
 _ROUNDINGS = 4.0
-"""Largest error that rounding explains, in multiples of the reference's (the script has the same rule)."""
+"""Rounding explains errors up to this multiple of the reference's error. The script has the same rule."""
 _TINY = 1e-300
 _CALLS = 2
 """Number of calls to try per module. A rotary embedding is called for full and for sliding attention."""

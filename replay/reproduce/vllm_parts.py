@@ -40,7 +40,7 @@ def vllm_differences(
 
 
 def _layer(model: Any, vllm_model: Any, operator: str, length: int) -> Difference:
-    """Compare vLLM's norm, activation or rotary embedding with the model's. Other layers raise an `OF_CODE` error."""
+    """Compare vLLM's norm, activation or rotary embedding with the model's. Other layers raise one of `OF_CODE`."""
     own, theirs, kind = dict(model.named_modules()), dict(vllm_model.named_modules()), operator.split(".")[-1]
     layer = next((name for name in layer_modules(model) if layer_of(name) == layer_of(operator)), "")
     weights: dict[str, Any] = {}

@@ -228,7 +228,7 @@ def test_verify_names_a_captured_chunk_with_bytes_behind_its_end(tmp_path):
     chunk.write_bytes(chunk.read_bytes() * 2)
     done = tim_trace("verify", tmp_path / "run", "--json")
     assert done.code == 2
-    assert "bytes longer than when written" in json.loads(done.stdout)["damaged"][0]
+    assert "bytes longer than when it was written" in json.loads(done.stdout)["damaged"][0]
 
 
 @pytest.mark.slow

@@ -236,7 +236,10 @@ def test_quantised_layers_are_left_out_of_the_account_and_named(session, capsys)
     account.hold(Trainer(model))
     account.tell(1)
     assert [row[1] for row in rows_of(session)] == ["1.bias", "1.weight"]
-    assert "not compared for 1 quantised tensors, which the trainer stores packed (0.weight" in capsys.readouterr().err
+    assert (
+        "1 quantised tensors are not compared with the engine's, because the trainer stores them packed"
+        in capsys.readouterr().err
+    )
 
 
 def test_it_is_said_why_the_account_of_a_sharded_trainer_has_nothing_of_its_own(session, monkeypatch, capsys):

@@ -276,8 +276,8 @@ WRONG = [
     ("reward", "high", "a number", ": 'high'"),
     ("reward", [1.0], "a number", ": [1.0]"),
     ("reward", {"right": 1.0}, "a number", ": {'right': 1.0}"),
-    ("advantage", "high", "a number, or each a list of numbers", ": 'high'"),
-    ("advantage", ["x", "y", "z"], "a number, or each a list of numbers", ", element 0: 'x'"),
+    ("advantage", "high", "a number or, in every row, a list of numbers", ": 'high'"),
+    ("advantage", ["x", "y", "z"], "a number or, in every row, a list of numbers", ", element 0: 'x'"),
     ("temperature", "0.7", "a number", ": '0.7'"),
     ("temperature", True, "a number", ": True"),
     ("top_p", [0.9], "a number", ": [0.9]"),
@@ -459,7 +459,7 @@ def test_null_cells_are_not_recorded_row_by_row(tmp_path):
 
 def test_advantages_are_numbers_or_lists_and_not_both(tmp_path):
     write_json(tmp_path / "dump.jsonl", [ROW, ROW | {"seq_id": "b", "advantage": [0.5, 0.25, -1.0]}])
-    message = "'advantage' contains mixed values, but each row needs a number, or each a list of numbers"
+    message = "'advantage' contains mixed values, but each row needs a number or, in every row, a list of numbers"
     with pytest.raises(ImportFailed, match=message):
         import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
 

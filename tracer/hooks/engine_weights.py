@@ -130,8 +130,8 @@ class EngineWeights:
                 packed = [name for name, parameter in model.named_parameters() if is_quantised(parameter)]
                 if packed:
                     self._session.note(
-                        f"the engine's weights are not compared for {len(packed)} quantised tensors, which the trainer "
-                        f"stores packed ({packed[0]}, ...)"
+                        f"{len(packed)} quantised tensors are not compared with the engine's, because the trainer "
+                        f"stores them packed ({packed[0]}, ...)"
                     )
             self._version, self._trainer = version, weakref.ref(trainer)
             self._own, self._unmerged = {}, {}
@@ -214,7 +214,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the most distinct values in a row of `coarse`, or None if it is not a rounded copy of `own`."""
+    """Return the largest number of distinct values in a row of `coarse`, or None if it is no rounded copy of `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

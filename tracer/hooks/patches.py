@@ -100,7 +100,8 @@ def tested_releases(library: str) -> str:
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Return a note if the release is untested or functions are missing (mapped to the data lost), otherwise None."""
+    """Return a note if the release is untested or functions are missing, otherwise None. `missing` maps each missing
+    function to the data lost without it."""
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())

@@ -173,7 +173,7 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """Like `progress_of`. Here `global_steps` counts actor updates from 1, and logged steps count weight transfers."""
+    """Like `progress_of`, but `global_steps` counts actor updates from 1, and logged steps count weight transfers."""
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps

@@ -119,8 +119,8 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return the call's arguments, changed to also request logprobs, and what each prompt originally requested. Return
-        ({}, []) if the call will not be recorded."""
+        """Return the call's arguments with logprobs requested, and each prompt's original request. Return ({}, []) if
+        the call will not be recorded."""
         call = arguments(original, llm, *args, **kwargs)
         prompts = call["prompts" if "prompts" in call else "messages"]
         if has_embeddings(prompts):

@@ -210,7 +210,7 @@ def _text(*parts: Any) -> str:
 
 
 def known(calls: Mapping[str, Mapping[str, Callable[..., Any]]]) -> dict[tuple[str, str], Known]:
-    """Return the allowlist for a table of modules, names and functions. Several of them are separated by spaces."""
+    """Return the allowlist for a table of modules, names and functions. A key may hold several, separated by spaces."""
     return {
         (module, name): Known(make)
         for modules, made in calls.items()

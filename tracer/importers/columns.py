@@ -203,7 +203,7 @@ def shown_name(name: str) -> str:
 
 
 def map_example(lacking: Iterable[str], names: Sequence[str]) -> str:
-    """Return the option that maps columns of a file to the lacking ones, guessed by their names."""
+    """Return an option that maps columns to the missing ones, guessed from the names of the file's columns."""
     pairs: list[tuple[str, str]] = []
     for ours in lacking:
         free = [name for name in names if name not in dict(pairs)]

@@ -29,7 +29,7 @@ class DumpFolder:
     is_file: bool = False
 
     passes: Mapping[str, str] = field(default_factory=dict)
-    """Each file's pass name if several paths were given, because each path becomes a pass. Otherwise empty."""
+    """Each file's pass name. Empty unless several paths were given, each of which becomes a pass."""
 
     @classmethod
     def of_paths(cls, paths: Sequence[str | os.PathLike[str]], names: Sequence[str]) -> DumpFolder:
@@ -131,7 +131,7 @@ class Reading:
     """Number of the last complete line in each JSON Lines file, counted from 1. Set by the reader."""
     partial: bool = False
     added: tuple[str, ...] = ()
-    """Columns that `map` adds or reads from other fields than the format does."""
+    """Columns that `map` adds, or reads from a different field than the format does."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     without_values: list[str] = field(default_factory=list)
     """Files that were skipped because no request in them has logprobs. Set by the reader."""

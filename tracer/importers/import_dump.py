@@ -27,7 +27,7 @@ _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 AUTO, PARQUET = "auto", "parquet"
 _READERS = {"json": PARQUET, "jsonl": PARQUET, "csv": SCALARS.name, "tensorboard": SCALARS.name, "wandb": SCALARS.name}
-"""Kind of file -> the import format that reads it."""
+"""Maps each kind of file to the import format that reads it."""
 
 
 def import_dump(

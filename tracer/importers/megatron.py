@@ -104,9 +104,9 @@ MEGATRON = Format(
     writes="the inference scripts of its functional tests",
     files="<family>/<case>/golden_values_*.json",
     columns={"prompt": ("input_prompt",), "response_ids": ("generated_tokens",), "rollout_logprobs": ("logprobs",)},
-    alignment="each file is a pass, named after its folder and platform, and its contract has the settings in that "
-    "name. logprobs cover the prompt (without its first token) and generated_tokens. The prompt's tokens are the first "
-    "response tokens, with the id -1, because the files do not contain their ids",
+    alignment="each file is a pass, named after its folder and platform, and its contract holds the settings found "
+    "in that name. logprobs covers the prompt (except its first token) and generated_tokens. The prompt's tokens are "
+    "imported as the first response tokens, with id -1 because the files do not contain their ids",
     pattern=_FILE,
     recognises=_is_in,
     passes=_passes,

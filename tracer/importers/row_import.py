@@ -38,8 +38,8 @@ from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, 
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Score columns other than logprobs. If their name contains no pass, they belong to the first imported pass among
-`train`, `current` and `rollout`."""
+"""Score columns other than logprobs. A column whose name contains no pass belongs to the first imported pass
+among `train`, `current` and `rollout`."""
 OF_PASSES = {f"{name}_{column}": name for name in STANDARD for column in ("logprobs", *OF_TOKENS, *ARRAYS)}
 """Maps each pass-specific column to its pass."""
 
@@ -48,7 +48,7 @@ VERSIONS = tuple(f"{name}{POLICY_VERSION}" for name in STANDARD)
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
-    "advantage": either(SCORE, VALUES, pa.types.is_list, "a number, or each a list of numbers"),
+    "advantage": either(SCORE, VALUES, pa.types.is_list, "a number or, in every row, a list of numbers"),
     **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
     SPLIT: TEXT,
     **dict.fromkeys(VERSIONS, VERSION),

@@ -1,4 +1,4 @@
-"""Read files of logged scalars, one row per record. Only .json files are held in memory whole."""
+"""Read files of logged scalars, one row per record. Only .json files are read into memory in full."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
 
 
 def _checked(storage: Callable[[str | None, str, int], Storage]) -> Persistent:
-    """Return a reader of persistent ids that takes a storage from its dtype, key and number of elements."""
+    """Return a function that checks a persistent id and passes its dtype, key and number of elements to `storage`."""
 
     def of_identity(identity: Any) -> Storage | Foreign:
         kind = identity[1] if isinstance(identity, tuple) and len(identity) > 1 else None

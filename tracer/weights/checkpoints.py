@@ -73,7 +73,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
             dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
                 raise WeightsMissing(
-                    f"{path}: {name} has the unsupported dtype {entry['dtype']}; save it in another one"
+                    f"{path}: {name} has dtype {entry['dtype']}, which is not supported; save it in another dtype"
                 )
             first, last = (start + offset for offset in entry["data_offsets"])
             tensors[name] = Tensor(dtype, np.asarray(mapped[first:last]).view(bits_type(dtype)).reshape(entry["shape"]))

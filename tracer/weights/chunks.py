@@ -150,7 +150,7 @@ Changes = tuple[np.ndarray, np.ndarray]
 """[K] positions of changed elements, in ascending order, and [K] differences between their new and old bits."""
 
 _LONGEST = 255
-"""A distance is stored as one or more bytes that add up to it. After a byte with this value, another one follows."""
+"""A distance is stored as one or more bytes that add up to it. A byte with this value is followed by another one."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 
