@@ -64,6 +64,30 @@ def test_what_is_written_by_hand_stays_short():
     assert len(README.splitlines()) <= 110
 
 
+def last_rows(page, heading, num):
+    """The last `num` rows of the first table after a heading, as lists of cells, each as the integers in it."""
+    table = (DOCS / "evidence" / page).read_text().partition(heading)[2].partition("\n| ")[2].partition("\n\n")[0]
+    return [
+        [list(map(int, re.findall(r"\d+", cell))) for cell in row.split("|")[1:-1]] for row in table.splitlines()[-num:]
+    ]
+
+
+def test_the_rates_of_attribute_are_those_of_the_last_four_suites():
+    rows = last_rows("attribute.md", "## First looks", 4)
+    sums = {
+        name: sum(row[cell][0] for row in rows) for cell, name in enumerate(("alone", "beside", "top", "top_beside"), 2)
+    }
+    num, fallen, healthy = (sum(row[cell][at] for row in rows) for cell, at in ((2, 1), (7, 0), (7, 1)))
+    index = (DOCS / "evidence" / "index.md").read_text()
+    for which in ("alone", "beside"):
+        right, top = sums[which], sums["top" if which == "alone" else "top_beside"]
+        assert f"| {right} right ({right / num:.0%}); top suspect right in {top} ({top / num:.0%}) |" in index
+    assert f"| {num} collapses in the last four suites" in index
+    assert f"| {healthy} runs in the last four suites | {fallen or 'none'} reported as collapsed |" in index
+    rates = f"in {sums['alone'] / num:.0%} of collapses ({sums['beside'] / num:.0%} with a baseline run)"
+    assert rates in " ".join(README.split())
+
+
 def test_every_folder_of_the_repository_is_in_the_tree_for_contributors():
     tracked = run("git", "ls-files", cwd=ROOT).stdout.splitlines()
     folders = {name.partition("/")[0] for name in tracked if "/" in name and not name.startswith(".")}
