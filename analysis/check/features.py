@@ -233,9 +233,8 @@ def _part_followed(own: np.ndarray, others: np.ndarray, steps: np.ndarray) -> fl
     """Return the share of the `others`' changes ([P] nats) that `own` changes follow, in the first half of the run as in
     the second, if it is below a third, and otherwise 0."""
     late = steps > np.median(steps)
-    if (
-        min(late.sum(), (~late).sum()) < MIN_REPEATS
-        or min(pearson(own[half], others[half]) for half in (late, ~late)) < 0.3
+    if min(late.sum(), (~late).sum()) < MIN_REPEATS or not all(
+        pearson(own[half], others[half]) > 0.3 for half in (late, ~late)
     ):
         return 0.0
     if pearson(own, others) * np.sqrt(len(own)) < CLEAR:

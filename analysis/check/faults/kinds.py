@@ -840,6 +840,7 @@ def _bound(n: Mapping[str, Any]) -> dict[str, str]:
     usual, dtypes = f"{n['allowed']:.2g}", features.dtypes_text(n)
     if n.get("cause") != "high":
         bound = f"; rounding in {dtypes} usually causes at most {usual} nats"
+        bound += f", and healthy runs rarely reach half of that: compare how both sides apply {n['settings']}" if n.get("settings") else ""
         return {"level_text": f"{n['level']:.2g}", "bound_text": bound}
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
     bound = f", more than the {usual} nats that rounding in {dtypes} usually causes, but less than {most}"
@@ -897,12 +898,12 @@ UNEXPLAINED = Fault(
 
 def rounding(data: PairData) -> Finding:
     allowed, found = allowed_noise(data), level(data)
-    is_high = found > allowed
+    is_high, settings = found > allowed, unusual_settings(data) if found > allowed / 2 else ""
     return ROUNDING.finding(
         data, "rounding", next=_triangulation(data) if is_high else NOTHING,
         numbers={
             "cause": "high" if is_high else None, "level": found, "allowed": allowed, "most": MAX_EXCESS * allowed,
-            **data.names, **coarsest(data),
+            **data.names, **coarsest(data), **({"settings": settings} if settings else {}),
         },
     )  # fmt: skip
 
