@@ -840,7 +840,8 @@ def _bound(n: Mapping[str, Any]) -> dict[str, str]:
     usual, dtypes = f"{n['allowed']:.2g}", features.dtypes_text(n)
     if n.get("cause") != "high":
         bound = f"; rounding in {dtypes} usually causes at most {usual} nats"
-        bound += f", and healthy runs rarely reach half of that: compare how both sides apply {n['settings']}" if n.get("settings") else ""
+        if n.get("settings"):
+            bound += f" (healthy runs rarely reach half of that, so compare how both sides apply {n['settings']})"
         return {"level_text": f"{n['level']:.2g}", "bound_text": bound}
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
     bound = f", more than the {usual} nats that rounding in {dtypes} usually causes, but less than {most}"
