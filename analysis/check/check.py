@@ -274,6 +274,12 @@ def explain(data: PairData) -> list[Finding]:
         rest = sorted(rest, key=lambda each: not each.fails)
         if not any(each.fails for each in rest):
             rest += [each for part in parts for each in part if each.side is None]
+    if replays := kinds.routing_replay(data):
+        contextual = (kinds.ROW_CONTEXT.code, kinds.ONSET.code, kinds.COMPUTATION.code)
+        rest = [
+            replace(each, numbers=each.numbers | {"replays": replays}) if each.code in contextual else each
+            for each in rest
+        ]
     return [*engine, *(each for each in rest if each.fails or not engine)]
 
 

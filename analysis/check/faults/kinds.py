@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -573,6 +574,17 @@ def unusual_settings(data: PairData) -> str:
         recorded["sliding_window"] = window
     usual = {"sliding_window": None, **_SETTINGS}
     return ", ".join(f"{name}={value}" for name, value in recorded.items() if value not in (None, usual[name]))
+
+
+_REPLAYS = re.compile(r"rout\w*_?replay|replay_?rout|return_routed_experts", re.IGNORECASE)
+
+
+def routing_replay(data: PairData) -> str:
+    """Return the recorded setting by which the trainer uses the engine's expert choices, or an empty string."""
+    given = {**data.contract("b"), **data.contract("a")}
+    return next(
+        (name for name, value in given.items() if _REPLAYS.search(name) and value not in (None, False, "disabled")), ""
+    )
 
 
 def _grew(data: PairData) -> bool:
