@@ -58,7 +58,7 @@ _EXPLAINED_BY = {
     "advantages_vary": {"advantages_misplaced"}, "advantages_unrelated": {"advantages_vary", "advantages_mixed"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"}, "prompts_repeat": {"batch_repeats"},
-    "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"}, "prompts_unshuffled": {"prompts_restart"},
+    "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"}, "prompts_unshuffled": {"prompts_restart"}, "penalty_missing": {"rewards_unlike_responses"},
 }  # fmt: skip
 """Finding code -> codes of findings that make it redundant. A notice does not make a fault redundant."""
 
@@ -69,7 +69,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     found: dict[str, DataFinding] = {}
     if len(run.at):
         checks = (
-            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _restarts, check_metrics, _ratios,
+            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _unlike_lengths, _restarts, check_metrics, _ratios,
             _reference, _versions, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings, _cut_prompts,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
@@ -341,6 +341,24 @@ def _texts(run: DataRows) -> Iterator[DataFinding]:
     if num / 2 * np.log((1 - recorded) / max(1 - share, TINY)) > _TEXT_NATS:
         numbers: dict[str, Any] = {"explanation": best, "best": share, "own": recorded}
         yield from run.find("rewards_unlike_responses", asked, **numbers)
+
+
+def _unlike_lengths(run: DataRows) -> Iterator[DataFinding]:
+    """Find rewards that are a function of the response length if each step's rows are sorted, but not as recorded."""
+    names, parts, _ = run.parts
+    for name, values in {**dict(zip(names, parts.T, strict=True)), "the reward": run.rows["reward"]}.items():
+        known = np.isfinite(values)
+        at, value, length = run.at[known], values[known], run.rows["length"][known]
+        size = np.unique(length, return_inverse=True)[1]
+        if len(np.unique(value)) < 3 or len(size) - size.max() <= 20 or value.std() == 0:
+            continue
+        own = 1 - float(np.var(value - mean_of(size, value)) / value.var())
+        in_order = size[np.lexsort((size, at))]
+        orders = (value[np.lexsort((sign * value, at))] for sign in (1, -1))
+        if own < 0.5 and any(np.allclose(each, mean_of(in_order, each), rtol=TINY) for each in orders):
+            text = f"{name} and the response lengths, each sorted within its step"
+            yield from run.find("rewards_unlike_responses", known, explanation=text, best=1.0, own=own)
+            return
 
 
 _SHUFFLE = r"^(?!.*(actor|critic|policy|batch|val|eval|test)).*shuffle"

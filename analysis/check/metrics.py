@@ -44,6 +44,7 @@ SELECT step, sum(total) / sum(num) AS mean, avg(best) AS best FROM (
 """
 _SCALE = r"(^|[./_])reward_scal(e|ing)(_factor)?$"
 _EVALUATED = r"^(eval|val|valid|validation|test)[-_/].*(reward|score|acc|pass@|mean@|best@)"
+_LEARNING_RATE = r"(^|[/_])(lr|learning_rate)$"
 _SCHEDULED = r"(^|[/_])(lr|learning_rate|kl_coef|entropy_coeff?)($|[/_-])"
 _TRAJECTORIES = "the mean over trajectories"
 _IN_LOSS, _WHOLE = "the mean of the number of tokens in the loss", "the mean of prompt and response"
@@ -588,13 +589,21 @@ def _evaluations(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
 
 
 def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:
-    """Find schedules that a resumed attempt begins anew: its values are those from the run's first step on."""
+    """Find schedules that a resumed attempt begins anew: its values are those from the run's first step on. Find learning
+    rates that reach 0 before the last tenth of the run."""
     known = attempts(run.database)
+    for name in filter(re.compile(_LEARNING_RATE).search, logged):
+        steps, rate = (np.array(each) for each in zip(*sorted(logged[name].items()), strict=True))
+        num = len(rate) if not rate.any() else int((rate[::-1] != 0).argmax())
+        if 1 < num < len(rate) and num > len(rate) / 10:
+            numbers: dict[str, Any] = {"num_steps": num, "start": int(steps[-num])}
+            yield from run.find("learning_rate_ends", steps >= steps[-num], steps, name=name, notice=True, **numbers)
+            break
     for attempt, name in itertools.product(known[1:], filter(re.compile(_SCHEDULED).search, logged)):
         start, by, value = attempt.first_step, attempt.first_step - known[0].first_step, logged[name]
         steps = np.array([step for step in sorted(value) if step >= start and step - by in value][:by])
         now, before = (np.array([value[step - less] for step in steps]) for less in (0, by))
         if _num_different(now) > 2 and np.allclose(now, before, rtol=_EXACT, atol=0.0):
-            numbers: dict[str, Any] = {"attempt": attempt.attempt, "start": start, "first": known[0].first_step}
+            numbers = {"attempt": attempt.attempt, "start": start, "first": known[0].first_step}
             yield from run.find("schedule_restarts", steps > -1, steps, name=name, notice=True, **numbers)
             return

@@ -309,6 +309,12 @@ def parts_with(name, values):
     }
 
 
+def shuffled_penalties(step, number):
+    """Penalties of long responses, in another order than the rows."""
+    draw = np.random.default_rng(number)
+    return draw.permutation([min(8 - len(row), 0) / 4 for row in step.responses])
+
+
 def with_tools(step, number):
     """The third and the fourth token of every other response are a tool's."""
     return [(np.arange(len(row)) // 2 != 1) | (at % 2 == 0) for at, row in enumerate(step.responses)]
@@ -675,6 +681,7 @@ FAULTS = {
     "neighbours of other prompts": ("baseline", None, {"groups": lambda step, n: [str(GROUP[row]) for row in INTERLEAVED], "columns": lambda step, n: interleaved_columns(step), "passes": interleaved_scores}),
     "absolute values": ("advantages_unsigned", None, {"advantage": lambda r, n: np.abs(grpo(r)), "reward": graded}),
     "rewards and advantages of the next row": ("rewards_unlike_responses", None, {"reward": lambda step, n, draw: np.roll(graded(step, n, draw), 1)}),
+    "rewards of rows sorted by length": ("rewards_unlike_responses", None, {"reward": lambda step, n, draw: shuffled_penalties(step, n)}),
     "epochs in one order": ("prompts_unshuffled", 5, {"columns": epochs(lambda epoch: range(4)), "hyperparameters": {"data.shuffle": True}}),
     "an engine further behind than allowed": ("lag_exceeds_limit", 5, {"passes": lagging(lambda n: min(n, 2) if n < 5 else 4, per_step=3), "hyperparameters": {"max_head_offpolicyness": 2}}),
     "a logged KL of 0": ("kl_is_zero", None, {"metrics": lambda step, r, n: {"actor/kl_loss": 0.0}, "hyperparameters": {"actor.kl_loss_coef": 0.01}}),
@@ -2399,6 +2406,13 @@ def test_masked_tokens_without_clear_entropies_are_not_called_sampled(tmp_path, 
 
     columns = lambda s, n: {"response_mask": mask(s)}  # noqa: E731
     assert findings(write(tmp_path / "run", columns=columns, passes=passes, steps=1)) == ()
+
+
+def test_a_learning_rate_that_reaches_0_before_the_last_step_is_named(tmp_path):
+    for name, end, expected in (("early", 5, [("learning_rate_ends", 5, True)]), ("late", 8, [])):
+        rates = lambda step, reward, number: {"actor/lr": 1e-6 * max(end - number, 0), "critic/lr": 1e-6 * (number > 3)}  # noqa: B023, E731
+        found = findings(write(tmp_path / name, metrics=rates))
+        assert [(each.code, each.since, each.is_notice) for each in found] == expected
 
 
 @pytest.mark.parametrize("is_anew", [True, False])
