@@ -514,6 +514,7 @@ def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
         yield setting, f"{len(np.unique(cell[equal])):,} groups with equal rewards are in the loss", equal
 
 
+_LONGEST = r"(max_resp_len|max_response_length|max_generate_length)$"
 _PENALISES_CUT = r"(^|[./])((missing|non|no)_?eos_?penalty|mask_no_eos_with_zero|stop_properly_penalty\w*)$"
 
 
@@ -521,14 +522,18 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
     """Find rewards without the penalty on long or truncated responses that a setting declares."""
     rows, reward = run.rows, run.rows["reward"]
     known, asked = np.isfinite(reward), []
-    name = r"overlong_buffer(_cfg)?[./]"
-    buffer, longest = run.number(name + "len$"), run.number("max_resp_len$") or run.number("max_response_length$")
-    is_meant = run.number(name + "penalty_factor$") != 0
-    if buffer and longest and is_meant and (setting := run.switched_on(name + "enable$")):
+    name = r"overlong_buffer(_cfg)?[./_]"
+    buffer, longest = run.number(name + "len$"), run.number(_LONGEST)
+    factor = run.number(name + "penalty_factor$")
+    setting = run.switched_on(name + "enable$") or (
+        "" if run.setting(name + "enable$", "") else run.setting(name + "len$", "")
+    )
+    if buffer and longest and factor != 0 and setting:
         limit = longest - buffer
         over = rows["length"] - limit > 0.05 * buffer
         what = f"responses with clearly more than {limit:,.0f} tokens"
         asked.append((setting, over, rows["length"] <= limit, what, False))
+        yield from _wrong_penalty(run, setting, limit, (factor or 1.0) / buffer)
     if setting := run.setting(_PENALISES_CUT, r"^(true|[1-9].*|0?\.0*[1-9].*)$"):
         cut = (run.ended == "length") & (reward != 0)
         asked.append((setting, cut, run.ended == "stop", "truncated responses", True))
@@ -542,6 +547,27 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
             shows = over & np.isfinite(rows["advantage"]) & (mean_of(cell, 1.0 * others) > 0)
             is_notice |= run.is_per_token or not shows.any()
             yield from run.find("penalty_missing", over, least=8, notice=is_notice, setting=setting, what=what)
+
+
+def _wrong_penalty(run: DataRows, setting: str, limit: float, slope: float) -> Iterator[DataFinding]:
+    """Find rewards of responses of more than `limit` tokens that are lower than others', but not by the declared penalty,
+    `slope` times the number of further tokens (DAPO, arXiv 2503.14476, equation 13)."""
+    reward, more = run.rows["reward"], run.rows["length"] - limit
+    usual = np.unique(reward[np.isfinite(reward) & (more <= 0)])
+    over = np.isfinite(reward) & (more > 1)
+    if not 0 < len(usual) <= 20:
+        return
+    penalty = usual - reward[:, None]  # [N, levels]
+    is_right = (np.abs(penalty - slope * more[:, None]) < 1.01 * slope).any(axis=1)
+    is_usual = (np.abs(penalty) < TINY).any(axis=1)
+    is_wrong = over & ~is_right
+    if is_wrong.sum() > 0.5 * over.sum() and (is_wrong & is_usual).sum() < 0.95 * is_wrong.sum():
+        numbers = {
+            "limit": limit,
+            "expected": slope * more,
+            "given": np.where(penalty > 0, penalty, np.inf).min(axis=1),
+        }
+        yield from run.find("penalty_wrong", over, least=8, setting=setting, **numbers)
 
 
 def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:

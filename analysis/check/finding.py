@@ -326,6 +326,7 @@ KINDS = {
     "prompts_repeat": ("every step has the same prompts", "all {num:,} steps have the same {num_prompts:,} prompts, so the data loader may not advance", _BY_GROUP),
     "prompts_restart": ("the resumed run starts with the first prompts again", "attempt {attempt} starts at step {start} with the prompts of step {first}, and repeats the prompts of {num_steps} steps in the same order, so the state of the data loader was not restored, unless an epoch ended there", _BY_GROUP),
     "penalty_missing": ("a penalty is not applied", "{setting} is recorded, but rewards of {num:,} {what} equal those of others"),
+    "penalty_wrong": ("a penalty is not the declared one", "{setting} is recorded, but rewards of {num:,} responses with more than {limit:,.0f} tokens are not those of shorter ones minus the penalty: it should be {expected:.3g} (median), but is {given:.3g}, so it may be computed from another length"),
     "kl_penalty_missing": ("the KL penalty is not applied", "{setting} is recorded with a coefficient of {coefficient:g}, but in {num:,} rows, advantages equal those of rows with the same reward and a different KL to the reference (|KL| {kl:.3g} nats, median)", _BY_GROUP),
     "kl_penalty_wrong": ("the KL penalty {what}", "within groups, advantages are the rewards {coefficient:+.3g} times {term} over the response's tokens, {explanation}", _BY_GROUP),
     "advantages_of_pass": ("distillation advantages {what}", "in {num:,} rows, each token's advantage is {explanation}, apart from a constant for each row"),

@@ -1972,6 +1972,15 @@ def test_a_declared_length_penalty_must_be_in_the_rewards(tmp_path, factor, expe
     assert [(one.code, one.is_notice) for one in found] == expected
 
 
+@pytest.mark.parametrize(("start", "expected"), [(4, []), (3, []), (7, ["penalty_wrong"])])
+def test_a_length_penalty_must_be_the_declared_one(tmp_path, start, expected):
+    def reward(step, number, draw):
+        return binary(step, number, draw) - np.maximum(np.array(list(map(len, step.responses))) - start, 0) / 8
+
+    found = findings(write(tmp_path / "run", reward=reward, hyperparameters=OVERLONG))
+    assert [one.code for one in found] == expected
+
+
 @pytest.mark.parametrize(("last", "expected"), [((), ["end_missing"]), ((END,), []), ((57,), [])])
 def test_finished_responses_must_contain_the_tokenizers_end_token_unless_a_stop_string_ends_them(
     tmp_path, last, expected
