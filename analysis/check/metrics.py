@@ -264,6 +264,18 @@ def _divergence(rows: _StepRows, _: re.Match[str], a: str, b: str) -> _Averages:
             yield from rows.of_tokens(each * size)
 
 
+def _importance(rows: _StepRows, _: re.Match[str]) -> _Averages:
+    """Yield averages of the importance weights of tokens and of sequences, and of those weights cut by a recorded bound."""
+    tokens, loss = rows.tokens, rows.loss or Loss()
+    d, counts = tokens["train"] - tokens[ROLLOUT], tokens["counts"]
+    num = rows.sum(1.0 * np.isfinite(d), counts)
+    total = np.where(num > 0, rows.sum(d, counts), np.nan)
+    for weight in (clamped_exp, partial(correction_weight, loss)):
+        yield from rows.of_tokens(weight(d))
+        for each in (total, total / np.maximum(num, 1)):
+            yield from rows.of_rows(weight(each))
+
+
 def _clipped(rows: _StepRows, match: re.Match[str]) -> _Averages:
     loss, ratio, advantage = rows.loss, clamped_exp(rows.log_ratio), rows.tokens["advantage"]
     if loss is None or not loss.has_clip:
@@ -307,6 +319,7 @@ _QUANTITIES: tuple[tuple[str, Callable[[_StepRows, re.Match[str]], _Averages], t
     (r"(^|/)((ref_?|policy_)?kl|kl(_(loss|rewards?|penalty|div|ref))?)" + _MEAN, partial(_divergence, a="train", b="reference"), ("reference", "train", "current")),
     (r"(^|/)(ppo_kl|approx_?kl)" + _MEAN, partial(_divergence, a="train", b="current"), ("current", "train")),
     (r"^(?!.*(max|min|std|median)).*(mismatch_kl|gen_kl_error|logp(rob)?s?_(abs_)?diff|probs?_diff|reverse_kl|token_mult_prob_error)", partial(_divergence, a="train", b="rollout"), ("rollout", "train")),
+    (r"^(?!.*(max|min|std|median|eff|ess|frac)).*(importance_(sampling_)?(ratio|weight)|rollout_is)" + _MEAN, _importance, ("rollout", "train")),
     (r"(^|/)(clip_ratio/((?P<side>low|high)_mean|region_mean)|pg_clipfrac|ppo_clip_ratio|(update/)?clip_ratio/avg)$", _clipped, ("current", "train", "rollout")),
     (_OF_ACTOR + r"(loss(/mean)?|(pg|policy)_loss|actor_loss/avg)$", _loss, ("train", "current", "rollout", "reference")),
 )  # fmt: skip

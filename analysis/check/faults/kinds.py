@@ -391,12 +391,12 @@ COMPUTATION = Fault(
             "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
             "cap, expert or precision"
         ),
-        "setting": "the recorded model config has {settings}. " + features.SIZE_AND_PLACE,
+        "setting": "the recorded model config has {settings}, which one side may ignore, compute differently, or load the wrong weights for. " + features.SIZE_AND_PLACE,
     },
     words=dict.fromkeys(("equal_weights", "judged", "setting"), features.judged_words),
     causes={
         "since": "one side's model or numerics changed during the run",
-        "setting": "one side may ignore a recorded setting of the model, or compute it differently",
+        "setting": "one side's model differs, probably in a part that a recorded setting controls",
         "head": "one side's output layer differs, such as a missing bias: each token id has its own mismatch",
     },
 )  # fmt: skip
@@ -566,8 +566,8 @@ _SETTINGS = {
 
 
 def unusual_settings(data: PairData) -> str:
-    """Return the recorded settings of the model that other models lack, such as rotary scaling or experts, as text. Of 24
-    rebuilt bug reports with such a setting and one of _LIKE_SETTINGS, it was what one side got wrong in 23."""
+    """Return the recorded settings of the model that other models lack, such as rotary scaling or experts, as text. Of 20
+    rebuilt bug reports (not blind) with such a setting and one of _LIKE_SETTINGS, one side got it wrong in 19."""
     recorded = named(data.config, *_SETTINGS)
     window = data.config.get("sliding_window") if data.config.get("use_sliding_window", True) else None
     if isinstance(window, int) and window < int((data.position + data.sample.prompt_lengths[data.seq]).max(initial=0)):
