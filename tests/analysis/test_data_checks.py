@@ -309,19 +309,19 @@ def parts_with(name, values):
     }
 
 
-def noisy(step, number):
+def far_engine(step, number):
     draw = np.random.default_rng(number)
     return [np.minimum(row + draw.normal(0, 0.1, len(row)), -1e-6).astype(np.float32) for row in step.scored()]
 
 
 def importance(step, number):
     """The mean of the sequences' importance weights, as NeMo-RL logs it."""
-    rows = zip(step.scored(), noisy(step, number), strict=True)
+    rows = zip(step.scored(), far_engine(step, number), strict=True)
     return np.mean([np.exp(np.sum(train.astype(float) - rollout)) for train, rollout in rows])
 
 
-def score_noisy(recorder, batch, step, number):
-    recorder.add_scores("rollout", batch, logprobs=noisy(step, number))
+def scored_by_far_engine(recorder, batch, step, number):
+    recorder.add_scores("rollout", batch, logprobs=far_engine(step, number))
     recorder.add_scores("train", batch, logprobs=step.scored())
 
 
@@ -699,7 +699,7 @@ FAULTS = {
     "absolute values": ("advantages_unsigned", None, {"advantage": lambda r, n: np.abs(grpo(r)), "reward": graded}),
     "rewards and advantages of the next row": ("rewards_unlike_responses", None, {"reward": lambda step, n, draw: np.roll(graded(step, n, draw), 1)}),
     "rewards of rows sorted by length": ("rewards_unlike_responses", None, {"reward": lambda step, n, draw: shuffled_penalties(step, n)}),
-    "importance ratios times the micro-batch": ("metric_of_others", None, {"metrics": lambda step, r, n: {"sampling_importance_ratio": 4 * importance(step, n)}, "passes": score_noisy}),
+    "importance ratios times the micro-batch": ("metric_of_others", None, {"metrics": lambda step, r, n: {"sampling_importance_ratio": 4 * importance(step, n)}, "passes": scored_by_far_engine}),
     "epochs in one order": ("prompts_unshuffled", 5, {"columns": epochs(lambda epoch: range(4)), "hyperparameters": {"data.shuffle": True}}),
     "an engine further behind than allowed": ("lag_exceeds_limit", 5, {"passes": lagging(lambda n: min(n, 2) if n < 5 else 4, per_step=3), "hyperparameters": {"max_head_offpolicyness": 2}}),
     "a logged KL of 0": ("kl_is_zero", None, {"metrics": lambda step, r, n: {"actor/kl_loss": 0.0}, "hyperparameters": {"actor.kl_loss_coef": 0.01}}),
