@@ -52,9 +52,9 @@ from .schemas.errors import (
     of_system,
     speaking_options,
     tell_damage,
-    telling_missing,
 )  # fmt: skip
 from .schemas.layout import FORMAT_VERSION
+from .schemas.lazy import telling_missing
 from .schemas.passes import REPLAY_PREFIX, ROLLOUT, STANDARD
 from .schemas.steps import ALL_STEPS
 

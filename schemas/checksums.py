@@ -68,10 +68,3 @@ class BlockDigests:
     @property
     def hash(self) -> str:
         return self._whole.hexdigest()
-
-
-def block_digest(*parts: Bytes) -> bytes:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return digest.digest()

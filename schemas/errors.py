@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -148,26 +147,6 @@ EXTRAS = {
     "transformers": "replay", "wandb": "wandb",
 }  # fmt: skip
 """Maps each optional library to the extra of tim-trace that installs it."""
-
-
-@contextmanager
-def telling_missing() -> Iterator[None]:
-    """Raise NotInstalled if the block imports a missing library. The message names the command that installs it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        name = str(error.name).partition(".")[0]
-        if name in EXTRAS:
-            raise NotInstalled(f"{name} is not installed; pip install 'tim-trace[{EXTRAS[name]}]'") from error
-        from importlib import metadata  # imported here to keep startup fast
-
-        required = [each for each in metadata.requires("tim-trace") or () if "extra ==" not in each]
-        if not any(re.match(rf"{re.escape(name)}\b", each) for each in required):
-            raise
-        raise NotInstalled(
-            f"{name} is not installed; this may be a recorder-only installation. Run pip install tim-trace, or open "
-            "the trace on a machine with the full installation"
-        ) from error
 
 
 _WAYS_OUT = {

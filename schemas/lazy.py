@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from numbers import Integral, Real
 from types import ModuleType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from .errors import WrongType, telling_missing
+from .errors import EXTRAS, NotInstalled, WrongType
 
 
 class LazyPackage(ModuleType):
@@ -53,6 +54,26 @@ def collector_paused() -> Iterator[None]:
     finally:
         if is_enabled:
             gc.enable()
+
+
+@contextmanager
+def telling_missing() -> Iterator[None]:
+    """Raise NotInstalled if the block imports a missing library. The message names the command that installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = str(error.name).partition(".")[0]
+        if name in EXTRAS:
+            raise NotInstalled(f"{name} is not installed; pip install 'tim-trace[{EXTRAS[name]}]'") from error
+        from importlib import metadata  # imported here to keep startup fast
+
+        required = [each for each in metadata.requires("tim-trace") or () if "extra ==" not in each]
+        if not any(re.match(rf"{re.escape(name)}\b", each) for each in required):
+            raise
+        raise NotInstalled(
+            f"{name} is not installed; this may be a recorder-only installation. Run pip install tim-trace, or open "
+            "the trace on a machine with the full installation"
+        ) from error
 
 
 def make_lazy(package: str, sources: Mapping[str, str]) -> None:

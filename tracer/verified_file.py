@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ..schemas.checksums import BLOCK_BYTES, DIGEST_BYTES, Bytes, block_digest, short_hash
+from ..schemas.checksums import BLOCK_BYTES, DIGEST_BYTES, Bytes, short_hash
 from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, damaged, unreadable
 
@@ -202,8 +202,10 @@ class VerifiedFile:
         return content
 
     def _compare(self, index: int, parts: tuple[Bytes, ...]) -> None:
-        blocks = self._blocks
-        if blocks is not None and block_digest(*parts) != blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+        blocks, digest = self._blocks, xxhash.xxh3_64()
+        for part in parts if blocks is not None else ():
+            digest.update(part)
+        if blocks is not None and digest.digest() != blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
             begin = index * self._block_bytes
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)} is damaged between bytes {begin:,} and "

@@ -532,6 +532,10 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         # deviation of the groups' mean advantages is about 1 / sqrt(n) times that of the advantages.
         has_own = (correlation > 0.5) & (between < 0.1 * np.sqrt(sums(1 / n) / sums(n > 0)))
         name, fit = np.where(has_own, "own", "").astype(object), own
+        # In groups with a single success, advantages are linear in the rewards under any rule.
+        off = [varies & (np.abs(a - each) > CLOSE * rms_of(g, a)) for each in _left_out_rules(rows)]
+        is_left_out = has_both & (np.min([sums(each) for each in off], axis=0) == 0)
+        name, has_own = np.where(is_left_out, _LEAVE_ONE_OUT, name), has_own | is_left_out
         if (rest := has_both & is_linear & ~has_own).any():
             baseline, groups = _baseline_of(rows, rest)
             name, other = np.where(rest, baseline, name), line.fits & rest[line.at] & ~groups
@@ -552,6 +556,14 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
     return _Rules(name, correlation, freedom, between, fit, own, factor, divided, scale, is_linear, chosen)
 
 
+def _left_out_rules(rows: _Rows) -> list[np.ndarray]:
+    """Return NeMo-RL's leave-one-out advantages, [N], which are not divided by a standard deviation of 0, with the
+    deviation over n - 1 and over n - 2 values."""
+    others, normalised = np.maximum(rows.n - 1, 1), _left_out(rows.r, rows.g)
+    scales = (1.0, np.sqrt(np.maximum(others - 1, 1) / others))
+    return [np.where(np.isnan(normalised), rows.x * rows.n / others, normalised * scale) for scale in scales]
+
+
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yield the rules that differ from the group-mean rule by more than a group's baseline and scale: the name, and the
     advantages that the variants imply, [N], up to a factor and a constant."""
@@ -559,7 +571,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
     own = [rows.x, rows.x / rows.spread]
-    yield _LEAVE_ONE_OUT, [_left_out(r, g)]
+    yield _LEAVE_ONE_OUT, [_left_out(r, g), *_left_out_rules(rows)]
     # Each advantage's mean over all rows with the same rank (by reward, then by advantage) in groups of the same size.
     varies = np.isfinite(rows.spread)
     label = np.where(varies, 1 + rank_of(g, a, r) + int(n.max()) * n, 0)

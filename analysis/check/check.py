@@ -274,6 +274,12 @@ def explain(data: PairData) -> list[Finding]:
         rest = sorted(rest, key=lambda each: not each.fails)
         if not any(each.fails for each in rest):
             rest += [each for part in parts for each in part if each.side is None]
+    if replays := kinds.routing_replay(data):
+        contextual = (kinds.ROW_CONTEXT.code, kinds.ONSET.code, kinds.COMPUTATION.code)
+        rest = [
+            replace(each, numbers=each.numbers | {"replays": replays}) if each.code in contextual else each
+            for each in rest
+        ]
     return [*engine, *(each for each in rest if each.fails or not engine)]
 
 
@@ -315,6 +321,8 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
             found += [each.finding for each in detect(data)]
     if not is_known and not any(finding.fails for finding in (*found, *facts)):
         found += kinds.find_growth(data) or kinds.find_window(data)
+    if not any(finding.fails or finding.code == values.LOW_PRECISION.code for finding in (*found, *facts)):
+        found += [each.finding for each in values.find_low_precision(data) if each.finding.is_expected]
     found = sorted(found, key=lambda finding: not finding.fails) or ([] if facts else [kinds.rounding(data)])
     cut = bool(found) and found[0].code == "truncation" and any(each.numbers.get("value") == "-inf" for each in facts)
     is_first = cut or (bool(found) and found[0].fails and found[0].weight > 0.5)

@@ -64,8 +64,11 @@ def arms(data: PairData, options: str) -> Advice:
 
 
 def _replay(data: PairData, step: int, options: str, verb: str, of: str) -> Advice:
-    trace = _trace(data) if data.has_weights or data.is_import else "RUN"
-    asked = f"tim-trace replay {trace} --steps {step} {options} && tim-trace {verb} {trace}{of}"
+    return _with_weights(data, f"tim-trace replay {{trace}} --steps {step} {options} && tim-trace {verb} {{trace}}{of}")
+
+
+def _with_weights(data: PairData, command: str) -> Advice:
+    asked = command.format(trace=_trace(data) if data.has_weights or data.is_import else "RUN")
     return Advice(asked) if data.has_weights else supply(data, f"supplies the missing weights; then run: {asked}")
 
 
@@ -109,7 +112,7 @@ def engine_weights(data: PairData) -> Advice:
 
 def triangulate(data: PairData, dtype: str | None) -> Advice:
     step, other = int(data.sample.steps[-1]), "fp32" if dtype in ("bfloat16", "float16") else "bf16"
-    return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype={other} --arm lm-head=fp32")
+    return _with_weights(data, f"tim-trace triangulate {{trace}} --steps {step} --arm dtype={other} --arm lm-head=fp32")
 
 
 def predict(data: PairData) -> Advice:

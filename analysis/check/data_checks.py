@@ -58,9 +58,18 @@ _EXPLAINED_BY = {
     "advantages_vary": {"advantages_misplaced"}, "advantages_unrelated": {"advantages_vary", "advantages_mixed"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"}, "prompts_repeat": {"batch_repeats"},
-    "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"}, "prompts_unshuffled": {"prompts_restart"},
+    "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"}, "prompts_unshuffled": {"prompts_restart"}, "penalty_missing": {"rewards_unlike_responses"},
 }  # fmt: skip
 """Finding code -> codes of findings that make it redundant. A notice does not make a fault redundant."""
+_OFTEN_INTENDED = {
+    "rows_masked",
+    "advantages_vary",
+    "prompts_cut",
+    "prompts_repeat",
+    "not_finite",
+    "rewards_of_truncated",
+}
+"""Notices that healthy runs in nine sets of rebuilt bug reports have at least as often as faulty ones. They come last."""
 
 
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
@@ -69,7 +78,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     found: dict[str, DataFinding] = {}
     if len(run.at):
         checks = (
-            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _restarts, check_metrics, _ratios,
+            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _unlike_lengths, _restarts, check_metrics, _ratios,
             _reference, _versions, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings, _cut_prompts,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
@@ -80,7 +89,9 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
         finding for code, finding in found.items()
         if not (found.keys() if finding.is_notice else faults) & _EXPLAINED_BY.get(code, set())
     ]  # fmt: skip
-    return tuple(sorted(kept, key=lambda finding: finding.is_notice))
+    return tuple(
+        sorted(kept, key=lambda finding: (finding.is_notice, finding.is_notice and finding.code in _OFTEN_INTENDED))
+    )
 
 
 def _values(run: DataRows) -> Iterator[DataFinding]:
@@ -343,6 +354,24 @@ def _texts(run: DataRows) -> Iterator[DataFinding]:
         yield from run.find("rewards_unlike_responses", asked, **numbers)
 
 
+def _unlike_lengths(run: DataRows) -> Iterator[DataFinding]:
+    """Find rewards that are a function of the response length if each step's rows are sorted, but not as recorded."""
+    names, parts, _ = run.parts
+    for name, values in {**dict(zip(names, parts.T, strict=True)), "the reward": run.rows["reward"]}.items():
+        known = np.isfinite(values)
+        at, value, length = run.at[known], values[known], run.rows["length"][known]
+        size = np.unique(length, return_inverse=True)[1]
+        if len(np.unique(value)) < 3 or len(size) - size.max() <= 20 or value.std() == 0:
+            continue
+        own = 1 - float(np.var(value - mean_of(size, value)) / value.var())
+        in_order = size[np.lexsort((size, at))]
+        orders = (value[np.lexsort((sign * value, at))] for sign in (1, -1))
+        if own < 0.5 and any(np.allclose(each, mean_of(in_order, each), rtol=TINY) for each in orders):
+            text = f"{name} and the response lengths, each sorted within its step"
+            yield from run.find("rewards_unlike_responses", known, explanation=text, best=1.0, own=own)
+            return
+
+
 _SHUFFLE = r"^(?!.*(actor|critic|policy|batch|val|eval|test)).*shuffle"
 """Settings that shuffle the training data, not validation data or the mini-batches of an update."""
 
@@ -445,6 +474,10 @@ def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
         there = np.isfinite(shown[name]) & ~(np.abs(shown[name] - declared) <= 1e-6 * declared)
         values = shown[name][there]
         num = len(np.unique(run.cell[there])) if name == "rows" else len(values)
+        is_part = name == "rows" and num >= _SEVERAL and np.ptp(values) > 0 and values.max() < declared
+        if is_part and there.mean() > 0.5 and _are_centred(run):  # the groups were incomplete when they were normalised
+            yield f"{key} = {declared:g}", f"{num:,} groups have only {values.min():g} to {values.max():g} rows", there
+            continue
         # A row can be greedy by mistake, but for other settings, 0 or less means that they are off.
         if num < _SEVERAL or np.ptp(values) > 0 or declared <= 0 or (values[0] <= 0 and name != "temperature"):
             continue
@@ -496,6 +529,7 @@ def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
         yield setting, f"{len(np.unique(cell[equal])):,} groups with equal rewards are in the loss", equal
 
 
+_LONGEST = r"(max_resp_len|max_response_length|max_generate_length)$"
 _PENALISES_CUT = r"(^|[./])((missing|non|no)_?eos_?penalty|mask_no_eos_with_zero|stop_properly_penalty\w*)$"
 
 
@@ -503,14 +537,18 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
     """Find rewards without the penalty on long or truncated responses that a setting declares."""
     rows, reward = run.rows, run.rows["reward"]
     known, asked = np.isfinite(reward), []
-    name = r"overlong_buffer(_cfg)?[./]"
-    buffer, longest = run.number(name + "len$"), run.number("max_resp_len$") or run.number("max_response_length$")
-    is_meant = run.number(name + "penalty_factor$") != 0
-    if buffer and longest and is_meant and (setting := run.switched_on(name + "enable$")):
+    name = r"overlong_buffer(_cfg)?[./_]"
+    buffer, longest = run.number(name + "len$"), run.number(_LONGEST)
+    factor = run.number(name + "penalty_factor$")
+    setting = run.switched_on(name + "enable$") or (
+        "" if run.setting(name + "enable$", "") else run.setting(name + "len$", "")
+    )
+    if buffer and longest and factor != 0 and setting:
         limit = longest - buffer
         over = rows["length"] - limit > 0.05 * buffer
         what = f"responses with clearly more than {limit:,.0f} tokens"
         asked.append((setting, over, rows["length"] <= limit, what, False))
+        yield from _wrong_penalty(run, setting, limit, (factor or 1.0) / buffer)
     if setting := run.setting(_PENALISES_CUT, r"^(true|[1-9].*|0?\.0*[1-9].*)$"):
         cut = (run.ended == "length") & (reward != 0)
         asked.append((setting, cut, run.ended == "stop", "truncated responses", True))
@@ -524,6 +562,27 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
             shows = over & np.isfinite(rows["advantage"]) & (mean_of(cell, 1.0 * others) > 0)
             is_notice |= run.is_per_token or not shows.any()
             yield from run.find("penalty_missing", over, least=8, notice=is_notice, setting=setting, what=what)
+
+
+def _wrong_penalty(run: DataRows, setting: str, limit: float, slope: float) -> Iterator[DataFinding]:
+    """Find rewards of responses of more than `limit` tokens that are lower than others', but not by the declared penalty,
+    `slope` times the number of further tokens (DAPO, arXiv 2503.14476, equation 13)."""
+    reward, more = run.rows["reward"], run.rows["length"] - limit
+    usual = np.unique(reward[np.isfinite(reward) & (more <= 0)])
+    over = np.isfinite(reward) & (more > 1)
+    if not 0 < len(usual) <= 20:
+        return
+    penalty = usual - reward[:, None]  # [N, levels]
+    is_right = (np.abs(penalty - slope * more[:, None]) < 1.01 * slope).any(axis=1)
+    is_usual = (np.abs(penalty) < TINY).any(axis=1)
+    is_wrong = over & ~is_right
+    if is_wrong.sum() > 0.5 * over.sum() and (is_wrong & is_usual).sum() < 0.95 * is_wrong.sum():
+        numbers = {
+            "limit": limit,
+            "expected": slope * more,
+            "given": np.where(penalty > 0, penalty, np.inf).min(axis=1),
+        }
+        yield from run.find("penalty_wrong", over, least=8, setting=setting, **numbers)
 
 
 def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
@@ -872,6 +931,8 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         yield from find("rewards_differ", off, notice=True, explanation=explanation)
 
 
+_GRADES_ANSWER = re.compile(r"acc|answer|correct|exact|outcome|pass|solve|verif", re.IGNORECASE)
+"""Reward functions by which the responses of a group are meant to differ."""
 _PENALTY = re.compile(r"(?i)penal|overlong|repeti")
 
 
@@ -922,11 +983,12 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
         return
     cell, filled = numbered(run.labels[rows], run.at[rows]), np.nan_to_num(parts[rows]).T
     differs = np.array([mean_of(cell, 1.0 * (np.abs(each - mean_of(cell, each)) > TINY)) > 0 for each in filled])
-    for name, own in zip(names, differs, strict=True):
-        alone = own & (differs.sum(axis=0) == 1)
-        if (differs.sum(axis=0) > own).any() and alone.sum() >= 0.1 * len(alone):
-            numbers: dict[str, Any] = {"num_groups": len(np.unique(cell[alone])), "name": name, "setting": is_filtered}
-            yield from run.find("groups_differ_by_one", alone, rows=rows, notice=True, **numbers)
+    alone = differs & (differs.sum(axis=0) == 1)
+    for name, kept in zip(names, alone, strict=True):
+        num = len(np.unique(cell[kept]))
+        if num >= max(_SEVERAL, 0.05 * len(np.unique(cell))) and not _GRADES_ANSWER.search(name):
+            numbers: dict[str, Any] = {"num_groups": num, "name": name, "setting": is_filtered}
+            yield from run.find("groups_differ_by_one", kept, rows=rows, notice=True, **numbers)
 
 
 _RETURNS = """

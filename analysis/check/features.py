@@ -203,6 +203,7 @@ def frozen(data: PairData) -> tuple[str, dict[str, Any]] | None:
     """Return the side, `a` or `b`, that gives the same tokens with the same prefix the same logprobs from some step on,
     while the other side's change, and their rms changes (logit errors in nats). None with too few such tokens.
 
+    If the side's logprobs follow the other side's at all steps, but less than a third as far, `part` is that share.
     The other side must be deterministic within a step, because noise changes its logprobs without any update. The
     first side must repeat its logprobs for most of the run, because an engine updated every few steps repeats some.
     """
@@ -219,12 +220,27 @@ def frozen(data: PairData) -> tuple[str, dict[str, Any]] | None:
             break
         size = {side: float(np.sqrt(np.mean(values[inside] ** 2) / 2)) for side, values in apart.items()}
         for side, other in ("ba", "ab"):
+            part = _part_followed(apart[side], apart[other], steps[two]) if inside.all() else 0.0
             is_still = size[side] < min(size[other] / 10, allowed_noise(data))
-            is_frozen = is_still and getattr(twins, other) < size[other] / 2
+            is_frozen = (is_still or part) and getattr(twins, other) < size[other] / 2
             if is_frozen and len(np.unique(steps[two][inside])) > 1:
-                moved = {"own": size[side], "moved": size[other]}
+                moved = {"own": size[side], "moved": size[other], "part": part or None}
                 return side, {"since": int(since), "num_tokens": int(inside.sum()), **moved}
     return None
+
+
+def _part_followed(own: np.ndarray, others: np.ndarray, steps: np.ndarray) -> float:
+    """Return the share of the `others`' changes ([P] nats) that `own` changes follow, in the first half of the run as in
+    the second, if it is below a third, and otherwise 0."""
+    late = steps > np.median(steps)
+    if min(late.sum(), (~late).sum()) < MIN_REPEATS or not all(
+        pearson(own[half], others[half]) > 0.3 for half in (late, ~late)
+    ):
+        return 0.0
+    if pearson(own, others) * np.sqrt(len(own)) < CLEAR:
+        return 0.0
+    part = float(own @ others) / float(others @ others)
+    return part if part < 1 / 3 else 0.0
 
 
 class Movement(NamedTuple):
@@ -488,7 +504,7 @@ MAX_DISTANCE = 4.0
 MAX_REASONS = 3
 _USUAL = "rounding in {dtypes} usually causes at most {allowed:.2g} nats"
 SIZE = f"the logits differ by {{level:.2g}} nats rms; {_USUAL}"
-_SIZE_AND_PLACE = f"The logits differ by {{level:.2g}} nats rms{{since_text}}; {_USUAL}{{reason_text}}{{where_text}}"
+SIZE_AND_PLACE = f"The logits differ by {{level:.2g}} nats rms{{since_text}}; {_USUAL}{{reason_text}}{{where_text}}"
 
 
 class Model(NamedTuple):
@@ -541,7 +557,7 @@ def judged(hint: str) -> str:
 
 
 def implied(hint: str) -> str:
-    return f"typical causes: {hint}. {_SIZE_AND_PLACE}"
+    return f"typical causes: {hint}. {SIZE_AND_PLACE}"
 
 
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ SELECT step, sum(total) / sum(num) AS mean, avg(best) AS best FROM (
 """
 _SCALE = r"(^|[./_])reward_scal(e|ing)(_factor)?$"
 _EVALUATED = r"^(eval|val|valid|validation|test)[-_/].*(reward|score|acc|pass@|mean@|best@)"
+_LEARNING_RATE = r"(^|[/_])(lr|learning_rate)$"
 _SCHEDULED = r"(^|[/_])(lr|learning_rate|kl_coef|entropy_coeff?)($|[/_-])"
 _TRAJECTORIES = "the mean over trajectories"
 _IN_LOSS, _WHOLE = "the mean of the number of tokens in the loss", "the mean of prompt and response"
@@ -263,6 +264,18 @@ def _divergence(rows: _StepRows, _: re.Match[str], a: str, b: str) -> _Averages:
             yield from rows.of_tokens(each * size)
 
 
+def _importance(rows: _StepRows, _: re.Match[str]) -> _Averages:
+    """Yield averages of the importance weights of tokens and of sequences, and of those weights cut by a recorded bound."""
+    tokens, loss = rows.tokens, rows.loss or Loss()
+    d, counts = tokens["train"] - tokens[ROLLOUT], tokens["counts"]
+    num = rows.sum(1.0 * np.isfinite(d), counts)
+    total = np.where(num > 0, rows.sum(d, counts), np.nan)
+    for weight in (clamped_exp, partial(correction_weight, loss)):
+        yield from rows.of_tokens(weight(d))
+        for each in (total, total / np.maximum(num, 1)):
+            yield from rows.of_rows(weight(each))
+
+
 def _clipped(rows: _StepRows, match: re.Match[str]) -> _Averages:
     loss, ratio, advantage = rows.loss, clamped_exp(rows.log_ratio), rows.tokens["advantage"]
     if loss is None or not loss.has_clip:
@@ -306,6 +319,7 @@ _QUANTITIES: tuple[tuple[str, Callable[[_StepRows, re.Match[str]], _Averages], t
     (r"(^|/)((ref_?|policy_)?kl|kl(_(loss|rewards?|penalty|div|ref))?)" + _MEAN, partial(_divergence, a="train", b="reference"), ("reference", "train", "current")),
     (r"(^|/)(ppo_kl|approx_?kl)" + _MEAN, partial(_divergence, a="train", b="current"), ("current", "train")),
     (r"^(?!.*(max|min|std|median)).*(mismatch_kl|gen_kl_error|logp(rob)?s?_(abs_)?diff|probs?_diff|reverse_kl|token_mult_prob_error)", partial(_divergence, a="train", b="rollout"), ("rollout", "train")),
+    (r"^(?!.*(max|min|std|median|eff|ess|frac)).*(importance_(sampling_)?(ratio|weight)|rollout_is)" + _MEAN, _importance, ("rollout", "train")),
     (r"(^|/)(clip_ratio/((?P<side>low|high)_mean|region_mean)|pg_clipfrac|ppo_clip_ratio|(update/)?clip_ratio/avg)$", _clipped, ("current", "train", "rollout")),
     (_OF_ACTOR + r"(loss(/mean)?|(pg|policy)_loss|actor_loss/avg)$", _loss, ("train", "current", "rollout", "reference")),
 )  # fmt: skip
@@ -588,13 +602,21 @@ def _evaluations(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
 
 
 def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:
-    """Find schedules that a resumed attempt begins anew: its values are those from the run's first step on."""
+    """Find schedules that a resumed attempt begins anew: its values are those from the run's first step on. Find learning
+    rates that reach 0 before the last tenth of the run."""
     known = attempts(run.database)
+    for name in filter(re.compile(_LEARNING_RATE).search, logged):
+        steps, rate = (np.array(each) for each in zip(*sorted(logged[name].items()), strict=True))
+        num = len(rate) if not rate.any() else int((rate[::-1] != 0).argmax())
+        if 1 < num < len(rate) and num > len(rate) / 10:
+            numbers: dict[str, Any] = {"num_steps": num, "start": int(steps[-num])}
+            yield from run.find("learning_rate_ends", steps >= steps[-num], steps, name=name, notice=True, **numbers)
+            break
     for attempt, name in itertools.product(known[1:], filter(re.compile(_SCHEDULED).search, logged)):
         start, by, value = attempt.first_step, attempt.first_step - known[0].first_step, logged[name]
         steps = np.array([step for step in sorted(value) if step >= start and step - by in value][:by])
         now, before = (np.array([value[step - less] for step in steps]) for less in (0, by))
         if _num_different(now) > 2 and np.allclose(now, before, rtol=_EXACT, atol=0.0):
-            numbers: dict[str, Any] = {"attempt": attempt.attempt, "start": start, "first": known[0].first_step}
+            numbers = {"attempt": attempt.attempt, "start": start, "first": known[0].first_step}
             yield from run.find("schedule_restarts", steps > -1, steps, name=name, notice=True, **numbers)
             return

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from bigrams import BOTH_FP32, FP32, VLLM_BF16, Recording, bfloat16, in_float32, log_softmax, sample, table
+from bigrams import BOTH_FP32, FP32, VLLM_BF16, Recording, bfloat16, in_float32, log_softmax, moved, sample, table
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.check.faults import evidence_text
 from tim_trace.tracer.recorder import Recorder
@@ -285,3 +285,45 @@ def test_an_engine_one_update_behind_does_not_have_the_references_weights(tmp_pa
 def test_a_trainer_that_is_wrong_from_the_first_step_is_no_fault_of_the_engine(tmp_path, steps):
     found = with_reference(tmp_path / "run", lambda number: 1.0, steps, moved=lambda number: 2.0)
     assert found.signal != "reference"
+
+
+@pytest.mark.parametrize(("part", "signal"), [(0.25, "follows"), (0.04, "follows"), (0.0, "frozen")])
+def test_an_engine_that_applies_part_of_each_update_is_not_frozen(tmp_path, part, signal):
+    trainer = engine = table()
+    with Recorder(tmp_path / "run") as recorder:
+        for name, contract in BOTH_FP32.items():
+            recorder.add_contract(name, contract)
+        for number in range(1, 9):
+            step = sample(engine, 100 + number, in_group=8, longest=30)
+            step.prompts = [np.full(4, row // 8) for row in range(len(step.prompts))]
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses]
+            )  # fmt: skip
+            recorder.add_scores("rollout", batch, logprobs=step.scored(engine))
+            recorder.add_scores("train", batch, logprobs=step.scored(trainer))
+            change = moved(trainer, number, 0.15) - trainer
+            trainer, engine = trainer + change, engine + (change * part).astype(np.float32)
+    first = check(tmp_path / "run").findings[0]
+    assert (first.code, first.signal, first.broken) == ("weights_differ", signal, "engine")
+    if part:
+        assert first.numbers["part"] == pytest.approx(part, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope_type=linear, factor=4.0"),
+        ({"num_experts": 8, "norm_topk_prob": True, "logit_scale": 1.0}, "num_experts=8, norm_topk_prob=True"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 1.0}, "sliding_window": 4096}, None),
+    ],
+)
+def test_a_model_that_differs_from_the_first_step_on_has_a_setting_that_may_be_ignored(tmp_path, config, settings):
+    noise = table(9, sharpness=0.3)
+
+    def change(number, response, train, rollout, draw):
+        return response, train, np.minimum(rollout + noise[response, np.r_[response[1:], 0]], -1e-4).astype(np.float32)
+
+    found = recorded(tmp_path / "run", change, described=config).findings
+    known = [each.numbers["settings"] for each in found if each.signal == "setting"]
+    assert known == ([] if settings is None else [settings])
+    assert settings is None or f"has {settings}" in evidence_text(found[0])

@@ -112,14 +112,14 @@ def lengths_of(number):
     return np.array([len(row) for row in rows])
 
 
-def left_out(reward, floor=1e-3):
+def left_out(reward, floor=1e-3, ddof=0):
     """The mean and the deviation of the group's other rows; not divided where they are equal (NeMo-RL)."""
     other = [
         np.delete(np.arange(len(GROUP)), row)[GROUP[np.arange(len(GROUP)) != row] == GROUP[row]]
         for row in range(len(GROUP))
     ]
     x = reward - np.array([reward[rows].mean() for rows in other])
-    deviation = np.array([reward[rows].std() for rows in other])
+    deviation = np.array([reward[rows].std(ddof=ddof) for rows in other])
     return np.where(deviation > floor, x / np.maximum(deviation, 1e-6), x)
 
 
@@ -309,6 +309,28 @@ def parts_with(name, values):
     }
 
 
+def far_engine(step, number):
+    draw = np.random.default_rng(number)
+    return [np.minimum(row + draw.normal(0, 0.1, len(row)), -1e-6).astype(np.float32) for row in step.scored()]
+
+
+def importance(step, number):
+    """The mean of the sequences' importance weights, as NeMo-RL logs it."""
+    rows = zip(step.scored(), far_engine(step, number), strict=True)
+    return np.mean([np.exp(np.sum(train.astype(float) - rollout)) for train, rollout in rows])
+
+
+def scored_by_far_engine(recorder, batch, step, number):
+    recorder.add_scores("rollout", batch, logprobs=far_engine(step, number))
+    recorder.add_scores("train", batch, logprobs=step.scored())
+
+
+def shuffled_penalties(step, number):
+    """Penalties of long responses, in another order than the rows."""
+    draw = np.random.default_rng(number)
+    return draw.permutation([min(8 - len(row), 0) / 4 for row in step.responses])
+
+
 def with_tools(step, number):
     """The third and the fourth token of every other response are a tool's."""
     return [(np.arange(len(row)) // 2 != 1) | (at % 2 == 0) for at, row in enumerate(step.responses)]
@@ -493,6 +515,7 @@ SOUND = {
     "dr. grpo": {"advantage": lambda r, n: centred(r)},
     "rloo": {"advantage": lambda r, n: centred(r) * IN_GROUP / (IN_GROUP - 1), "reward": graded},
     "mean and deviation of the other rows": {"advantage": lambda r, n: left_out(r), "reward": partial_credit},
+    "mean and deviation of the other rows, with single successes": {"advantage": lambda r, n: left_out(r, ddof=1), "reward": lambda step, n, draw: (np.arange(len(GROUP)) % IN_GROUP <= GROUP // 6) * 1.0},
     "group mean, batch scale": {"advantage": lambda r, n: whitened(centred(r)), "reward": graded},
     "reinforce++": {"advantage": lambda r, n: whitened(r), "hyperparameters": {"algorithm.adv_estimator": "reinforce_plus_plus"}},
     "whitened over tokens": {"advantage": lambda r, n: r - np.average(r, weights=lengths_of(n)), "hyperparameters": {"algorithm.adv_estimator": "reinforce_plus_plus"}},
@@ -675,6 +698,8 @@ FAULTS = {
     "neighbours of other prompts": ("baseline", None, {"groups": lambda step, n: [str(GROUP[row]) for row in INTERLEAVED], "columns": lambda step, n: interleaved_columns(step), "passes": interleaved_scores}),
     "absolute values": ("advantages_unsigned", None, {"advantage": lambda r, n: np.abs(grpo(r)), "reward": graded}),
     "rewards and advantages of the next row": ("rewards_unlike_responses", None, {"reward": lambda step, n, draw: np.roll(graded(step, n, draw), 1)}),
+    "rewards of rows sorted by length": ("rewards_unlike_responses", None, {"reward": lambda step, n, draw: shuffled_penalties(step, n)}),
+    "importance ratios times the micro-batch": ("metric_of_others", None, {"metrics": lambda step, r, n: {"sampling_importance_ratio": 4 * importance(step, n)}, "passes": scored_by_far_engine}),
     "epochs in one order": ("prompts_unshuffled", 5, {"columns": epochs(lambda epoch: range(4)), "hyperparameters": {"data.shuffle": True}}),
     "an engine further behind than allowed": ("lag_exceeds_limit", 5, {"passes": lagging(lambda n: min(n, 2) if n < 5 else 4, per_step=3), "hyperparameters": {"max_head_offpolicyness": 2}}),
     "a logged KL of 0": ("kl_is_zero", None, {"metrics": lambda step, r, n: {"actor/kl_loss": 0.0}, "hyperparameters": {"actor.kl_loss_coef": 0.01}}),
@@ -1160,6 +1185,30 @@ def test_settings_of_groups_are_skipped_without_groups_or_rewards(tmp_path, miss
     path = write(tmp_path / "run", hyperparameters=hyperparameters, columns=lambda step, n: gone)
     contradicted = [data_text(each) for each in findings(path) if each.code == "setting_contradicts"]
     assert ["equal rewards" in text for text in contradicted] == [False] * (missing != "group_ids")
+
+
+@pytest.mark.parametrize("is_centred", [True, False])
+def test_groups_that_lost_different_numbers_of_rows_contradict_their_size(tmp_path, is_centred):
+    group = np.repeat(np.arange(12), [3, 5, 7, 7, 7, 7, 6, 6, 6, 6, 3, 1])
+    found = findings(
+        write(
+            tmp_path / "run", hyperparameters={"num_generations": 8}, groups=lambda step, n: group.astype(str).tolist(),
+            columns=lambda step, n: {"prompt_ids": [[50 + each] for each in group]}, reward=graded,
+            advantage=lambda r, n: np.nan_to_num(centred(r, group)) if is_centred else centred(r),
+        )
+    )  # fmt: skip
+    said = [data_text(each) for each in found if each.code == "setting_contradicts"]
+    assert [
+        text.startswith("num_generations = 8 is recorded, but 96 groups have only 1 to 7 rows") for text in said
+    ] == [True] * is_centred
+
+
+def test_a_notice_that_healthy_runs_have_as_often_comes_last(tmp_path):
+    def columns(step, number):
+        return {"response_mask": [np.full(len(row), at % 16 > 0) for at, row in enumerate(step.responses)]}
+
+    found = findings(write(tmp_path / "run", columns=columns, metrics=lambda step, r, n: {"actor/lr": 1e-6 * (n < 5)}))
+    assert [each.code for each in found if each.is_notice] == ["learning_rate_ends", "rows_masked"]
 
 
 def test_all_contradicted_settings_are_reported_together(tmp_path):
@@ -1965,6 +2014,15 @@ def test_a_declared_length_penalty_must_be_in_the_rewards(tmp_path, factor, expe
     assert [(one.code, one.is_notice) for one in found] == expected
 
 
+@pytest.mark.parametrize(("start", "expected"), [(4, []), (3, []), (7, ["penalty_wrong"])])
+def test_a_length_penalty_must_be_the_declared_one(tmp_path, start, expected):
+    def reward(step, number, draw):
+        return binary(step, number, draw) - np.maximum(np.array(list(map(len, step.responses))) - start, 0) / 8
+
+    found = findings(write(tmp_path / "run", reward=reward, hyperparameters=OVERLONG))
+    assert [one.code for one in found] == expected
+
+
 @pytest.mark.parametrize(("last", "expected"), [((), ["end_missing"]), ((END,), []), ((57,), [])])
 def test_finished_responses_must_contain_the_tokenizers_end_token_unless_a_stop_string_ends_them(
     tmp_path, last, expected
@@ -2399,6 +2457,13 @@ def test_masked_tokens_without_clear_entropies_are_not_called_sampled(tmp_path, 
 
     columns = lambda s, n: {"response_mask": mask(s)}  # noqa: E731
     assert findings(write(tmp_path / "run", columns=columns, passes=passes, steps=1)) == ()
+
+
+def test_a_learning_rate_that_reaches_0_before_the_last_step_is_named(tmp_path):
+    for name, end, expected in (("early", 5, [("learning_rate_ends", 5, True)]), ("late", 8, [])):
+        rates = lambda step, reward, number: {"actor/lr": 1e-6 * max(end - number, 0), "critic/lr": 1e-6 * (number > 3)}  # noqa: B023, E731
+        found = findings(write(tmp_path / name, metrics=rates))
+        assert [(each.code, each.since, each.is_notice) for each in found] == expected
 
 
 @pytest.mark.parametrize("is_anew", [True, False])

@@ -2,17 +2,17 @@ import errno
 import threading
 
 import pytest
-from tim_trace.schemas.checksums import block_digest
 from tim_trace.schemas.errors import DamagedTrace
 from tim_trace.tracer.parquet_file import read_footer
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.verified_file import FileChecksums, FileCursor, VerifiedFile
+from xxhash import xxh3_64_digest
 
 
 def test_a_thread_that_seeks_and_reads_gets_its_own_bytes_whatever_another_one_does_in_between(tmp_path):
     (tmp_path / "file").write_bytes(bytes(range(256)))
     cursor = FileCursor(
-        VerifiedFile(Store(tmp_path), "file", 256, FileChecksums(blocks=block_digest(bytes(range(256)))))
+        VerifiedFile(Store(tmp_path), "file", 256, FileChecksums(blocks=xxh3_64_digest(bytes(range(256)))))
     )
     cursor.seek(7)
     other = threading.Thread(target=lambda: (cursor.seek(100), cursor.read(20)))
@@ -26,7 +26,7 @@ def test_a_gap_before_a_footer_that_is_in_memory_holds_zeros_and_moves_nothing_e
     content, tail = bytes(range(200)), b"footer of a file"
     (tmp_path / "file").write_bytes(content + tail)
     file = VerifiedFile(
-        Store(tmp_path), "file", 216, FileChecksums(blocks=block_digest(content), tail_bytes=16, tail=tail)
+        Store(tmp_path), "file", 216, FileChecksums(blocks=xxh3_64_digest(content), tail_bytes=16, tail=tail)
     )
     cursor, gap = FileCursor(file), file.shown_bytes - 216
     assert gap > 0

@@ -28,6 +28,8 @@ def evidence_text(finding: Finding) -> str:
 
     if "rival" in numbers:
         text += f"; second most probable ({numbers['rival_probability']:.0%}): {kinds.TITLES[str(numbers['rival'])]}"
+    if "replays" in numbers:
+        text += f"; if the trainer replays the engine's expert choices ({numbers['replays']}), they may belong to other tokens"
     if "since_step" in numbers:
         text += f"; all affected tokens are at step {numbers['since_step']} or later"
     if "in_steps" in numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -95,6 +96,8 @@ WEIGHTS = Fault(
         "{of_steps:,} steps ({span_text}), which accounts for {weight:.0%} of the mismatch there",
         "frozen": "from step {since} on, {side} gives the same tokens in the same context the same logprobs at every step "
         "(they differ by {own:.2g} nats rms in the logit over {num_tokens:,} repeated tokens), while {other}'s change by {moved:.2g} nats",
+        "follows": "when {other}'s logprobs of the same tokens in the same context change from step to step, {side}'s change the "
+        "same way, but only {part:.0%} as far (over {num_tokens:,} repeated tokens)",
         "judged": features.judged(
             "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different "
             "version; or trainer logprobs from the reference model or from after the update"
@@ -258,10 +261,11 @@ def find_frozen(data: PairData) -> list[Finding]:
     if (found := features.frozen(data)) is None:
         return []
     side, other = data.names[found[0]], data.names["b" if found[0] == "a" else "a"]
-    numbers: dict[str, Number] = {"cause": "frozen", "side": side, "other": other, **found[1]}
+    numbers: dict[str, Number] = {"side": side, "other": other, **found[1]}
+    numbers["cause"], signal = ("part_of_updates", "follows") if numbers["part"] else ("frozen", "frozen")
     inside, broken = data.sample.steps[data.seq] >= numbers["since"], SIDES.get(side, "computation")
     next = commands.weights_replay(data)
-    return [WEIGHTS.finding(data, "frozen", inside, weight=0.9, next=next, broken=broken, numbers=numbers)]
+    return [WEIGHTS.finding(data, signal, inside, weight=0.9, next=next, broken=broken, numbers=numbers)]
 
 
 def find_earlier_growth(data: PairData) -> list[Finding]:
@@ -387,10 +391,12 @@ COMPUTATION = Fault(
             "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
             "cap, expert or precision"
         ),
+        "setting": "the recorded model config has {settings}, which one side may ignore, compute differently, or load the wrong weights for. " + features.SIZE_AND_PLACE,
     },
-    words={"equal_weights": features.judged_words, "judged": features.judged_words},
+    words=dict.fromkeys(("equal_weights", "judged", "setting"), features.judged_words),
     causes={
         "since": "one side's model or numerics changed during the run",
+        "setting": "one side's model differs, probably in a part that a recorded setting controls",
         "head": "one side's output layer differs, such as a missing bias: each token id has its own mismatch",
     },
 )  # fmt: skip
@@ -399,7 +405,8 @@ NOT_REPEATABLE = Fault(
     evidence={"judged": features.judged("dropout, noise, or a context that was not recorded")}, words={"judged": features.judged_words},
 )  # fmt: skip
 _CONTEXTS = {
-    "prompt": ("the two sides read different prompts", "a different BOS token, chat template, truncation, cached prefix or prompt mask"),
+    "prompt": ("the two sides read different prompts or positions", "a different BOS token, chat template, truncation, cached prefix, prompt mask "
+               "or rotary embedding"),
     "prefill": ("one side processes prompts incorrectly", "chunked prefill that loses earlier chunks, or a stale prefix cache: "
                 "the first response token, which the prompt's forward pass predicts, differs most"),
     "cached": ("the engine reads prompts with older weights: a prefix cache kept across weight updates", "a prefix cache that is not "
@@ -411,7 +418,8 @@ _CONTEXTS = {
     "turns": ("later turns have a different context", "a template that drops or rewrites earlier turns or tool output, or positions that restart"),
     "neighbours": ("padding is attended to, or packed rows attend to each other", "attention to padding, position ids that count "
                    "padding, or attention between packed rows"),
-    "cut": ("one side truncates long prompts or reads only part of them", "prompts truncated to a maximum length, or prompt chunks that were lost"),
+    "cut": ("long prompts are truncated, partly read, or get wrong positions", "prompts truncated to a maximum length, prompt chunks that were lost, "
+            "or rotary positions that lose precision"),
     "group": ("the two sides read different prompts: on one side, some prompts start with another prompt's prefix",
               "another prompt's cached prefix, or prompt parts in a different order"),
     "padding": ("padding is attended to or counted in position ids", "attention to padding, or position ids that count it; only rows with padding are affected"),
@@ -538,7 +546,45 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     is_close = known[second] >= MIN_SECOND
     rival: dict[str, Number] = {"rival": second, "rival_probability": known[second]} if is_close else {}
     found = [_finding(data, first, KINDS[first][1], known[first], place, rival)]
-    return [*found, _finding(data, second, KINDS[second][1], known[second], place)] if is_close else found
+    found += [_finding(data, second, KINDS[second][1], known[second], place)] if is_close else []
+    is_early = first in _LIKE_SETTINGS and found[0].numbers["cause"] != "head" and not _grew(data)
+    if is_early and unusual_settings(data):
+        setting = _finding(data, "model", "setting", sum(known[kind] for kind in _LIKE_SETTINGS), place)
+        found = [setting, *(each for each in found if each.code != COMPUTATION.code)]
+    return found
+
+
+_LIKE_SETTINGS = ("model", "prompt", "neighbours", "onset")
+"""Kinds whose mismatch a wrong setting of the model can cause."""
+_SETTINGS = {
+    "rope_type": "default", "factor": 1, "attention_factor": None, "partial_rotary_factor": 1, "mrope_section": None,
+    "final_logit_softcapping": None, "attn_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1,
+    "embedding_multiplier": 1, "residual_multiplier": 1, "attention_multiplier": 1, "num_experts": 0,
+    "num_local_experts": 0, "n_routed_experts": 0, "moe_num_experts": 0, "norm_topk_prob": False, "routed_scaling_factor": 1,
+}  # fmt: skip
+"""Fields of transformers' model configs that change what a model computes -> value without effect."""
+
+
+def unusual_settings(data: PairData) -> str:
+    """Return the recorded settings of the model that other models lack, such as rotary scaling or experts, as text. Of 20
+    rebuilt bug reports (not blind) with such a setting and one of _LIKE_SETTINGS, one side got it wrong in 19."""
+    recorded = named(data.config, *_SETTINGS)
+    window = data.config.get("sliding_window") if data.config.get("use_sliding_window", True) else None
+    if isinstance(window, int) and window < int((data.position + data.sample.prompt_lengths[data.seq]).max(initial=0)):
+        recorded["sliding_window"] = window
+    usual = {"sliding_window": None, **_SETTINGS}
+    return ", ".join(f"{name}={value}" for name, value in recorded.items() if value not in (None, usual[name]))
+
+
+_REPLAYS = re.compile(r"rout\w*_?replay|replay_?rout|return_routed_experts", re.IGNORECASE)
+
+
+def routing_replay(data: PairData) -> str:
+    """Return the recorded setting by which the trainer uses the engine's expert choices, or an empty string."""
+    given = {**data.contract("b"), **data.contract("a")}
+    return next(
+        (name for name, value in given.items() if _REPLAYS.search(name) and value not in (None, False, "disabled")), ""
+    )
 
 
 def _grew(data: PairData) -> bool:
@@ -593,6 +639,8 @@ def _finding(
     grown, twins, inside = features.growth(data), features.repeats(data), None if place is None else place.inside
     signed = features.clipped(data.d / data.scale)
     numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **rival}
+    if cause == "setting":
+        numbers["settings"] = unusual_settings(data)
     broken, later = None, data if place is not None else _after_jump(data)
     told = (each for each in features.reasons(later, kind) if later is data or each[0] != "first_step")
     for at, (name, value, is_above) in enumerate(told):
@@ -610,10 +658,10 @@ def _finding(
         along = features.along_movement(data) if numbers["cause"] != "early" else 0.0
         behind = "" if abs(along) < 2.5 else "b" if along > 0 else "a"
         broken = SIDES.get(data.names.get(behind, ""), "computation")
-    elif kind == "model" and features.variance_between(signed, data.sample.tokens[data.keep])[0] > 0.7:
+    elif kind == "model" and not cause and features.variance_between(signed, data.sample.tokens[data.keep])[0] > 0.7:
         # Other parts of a model act on the context: in nine rebuilt bug reports (not blind), ids explain less than half.
         numbers["cause"] = "head"
-    elif kind == "model" and later is not data:
+    elif kind == "model" and not cause and later is not data:
         numbers["cause"] = "since"
     elif kind == "noise" and twins.is_known:
         numbers["side"] = data.names["a" if twins.a > twins.b else "b"]
@@ -629,8 +677,8 @@ def _finding(
     elif kind == "onset" and (begins := features.onset(data)) is not None:
         numbers |= {"cause": begins.shape, "onset": begins.column - (begins.shape == "shards")}
     return KINDS[kind][0].finding(
-        data, "implied" if probability is None else "judged", inside,
-        weight=1.0 if probability is None else probability, next=_next(data, kind), broken=broken, numbers=numbers,
+        data, "setting" if cause == "setting" else "implied" if probability is None else "judged", inside,
+        weight=1.0 if probability is None else probability, next=_next(data, kind, cause), broken=broken, numbers=numbers,
     )  # fmt: skip
 
 
@@ -641,7 +689,9 @@ def _first_token_ratio(data: PairData) -> float:
     return float(np.median(first) / np.median(others)) if min(len(first), len(others)) >= 20 else float("nan")
 
 
-def _next(data: PairData, kind: str) -> Advice:
+def _next(data: PairData, kind: str, cause: str) -> Advice:
+    if cause == "setting":
+        return _triangulation(data)
     if kind in ("weights", "model"):
         return commands.weights_replay(data)
     if kind == "neighbours":
@@ -802,6 +852,8 @@ def _bound(n: Mapping[str, Any]) -> dict[str, str]:
     usual, dtypes = f"{n['allowed']:.2g}", features.dtypes_text(n)
     if n.get("cause") != "high":
         bound = f"; rounding in {dtypes} usually causes at most {usual} nats"
+        if n.get("settings"):
+            bound += f" (healthy runs rarely reach half of that, so compare how both sides apply {n['settings']})"
         return {"level_text": f"{n['level']:.2g}", "bound_text": bound}
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
     bound = f", more than the {usual} nats that rounding in {dtypes} usually causes, but less than {most}"
@@ -859,12 +911,12 @@ UNEXPLAINED = Fault(
 
 def rounding(data: PairData) -> Finding:
     allowed, found = allowed_noise(data), level(data)
-    is_high = found > allowed
+    is_high, settings = found > allowed, unusual_settings(data) if found > allowed / 2 else ""
     return ROUNDING.finding(
         data, "rounding", next=_triangulation(data) if is_high else NOTHING,
         numbers={
             "cause": "high" if is_high else None, "level": found, "allowed": allowed, "most": MAX_EXCESS * allowed,
-            **data.names, **coarsest(data),
+            **data.names, **coarsest(data), **({"settings": settings} if settings else {}),
         },
     )  # fmt: skip
 
