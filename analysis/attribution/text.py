@@ -17,7 +17,7 @@ _SHOWN = 0.02
 _ENTROPY = "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: "
 EVIDENCE: Mapping[str, str] = {
     "prior": "prior, before any evidence",
-    "setting_changed": "starting at step {step}, {series} changes from {from_value} to {to_value}",
+    "setting_changed": "at step {step}, {series} changes from {from_value} to {to_value}",
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
     "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's, so the loss has no extra term",
     "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",
@@ -56,8 +56,8 @@ EVIDENCE: Mapping[str, str] = {
     "mismatch_resets": "mean |d| grows step by step and falls at once from {from_value:.2g} to {to_value:.2g} nats at step {step} ({num} such falls), as when an engine that was behind gets new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the engine's weights may lag a few updates behind",
     "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so reward and {outcome} measure different things",
-    "learning_rate_spike": "starting at step {step}, the learning rate reaches {factor:.3g} times its earlier median",
-    "learning_rate_beyond": "starting at step {step}, the learning rate reaches up to {factor:.3g} times the declared one",
+    "learning_rate_spike": "from step {step} on, the learning rate reaches {factor:.3g} times its earlier median",
+    "learning_rate_beyond": "from step {step} on, the learning rate is up to {factor:.3g} times the declared one",
     "update_size": "a typical update changes the weights by {update_to_weight:.2g} times their norm",
     "update_leaps": "the update at step {step} is {factor:.3g} times as large as earlier ones",
     "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time (mean difference {mean_difference:.2g})",

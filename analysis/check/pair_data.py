@@ -308,7 +308,7 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the `width` of the pass where it is smaller (nats). The result is at least 1."""
+    """Return the smaller of the two passes' `width`s (nats), or 1 if that is larger."""
     compared = data.sample.compared
     sides = (data.sample.a, data.sample.b) if compared.any() else ()
     return max(min((width(side.logprobs[compared]) for side in sides), default=0.0), 1.0)

@@ -142,7 +142,7 @@ def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.nd
 _LAG = r"max_(head_offpolicyness|off_?policy_steps|async_level|staleness(_steps)?|trajectory_age_steps|(policy_)?lag)$"
 _MOST_LATE = 0.05
 """Maximum share of rows beyond the limit in a healthy run. AReaL and SkyRL limit the number of running requests, so a
-slow one can exceed it."""
+slow request can exceed the limit."""
 
 
 def _beyond_lag(
@@ -175,7 +175,7 @@ def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray)
 
 
 _MAX_EXCESS = 0.3
-"""Largest mean of logprob + entropy (nats) of sampled tokens. That of a tool's tokens may vary too much to be told from 0."""
+"""Largest mean of logprob + entropy (nats) of sampled tokens. For a tool's tokens, it may be too noisy to tell from 0."""
 
 
 def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
@@ -190,7 +190,7 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     masked = ~_rows(sample, sample.mask) & (sample.lengths > 0)
     if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
         # Excluding truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
-        # It is a fault if finished rows are excluded by their end token. Others may be excluded by choice.
+        # Excluding finished rows by their end token is a fault. Others may be excluded by choice.
         final = sample.tokens[sample.starts[1:] - 1]
         ids = np.unique(final[masked & stopped])
         is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()
@@ -257,7 +257,7 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
 
 
 _ENDED = ("stop", "eos", "end_turn", "stop_sequence", "tool_calls", "tool_call", "tool_use", "function_call")
-"""Finish reasons of responses that the model ended. Others, such as `max_turns` or `abort`, tell nothing of the tokens."""
+"""Finish reasons of responses that the model ended. Others, such as `max_turns` or `abort`, say nothing about the tokens."""
 
 
 def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
@@ -310,7 +310,7 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
         other = stopped & (lengths > 0) & ~np.isin(last, run.end_ids) & sample.mask[final]
         # Stop strings end responses with a few other ids.
         if other.any() and np.unique(last[other], return_counts=True)[1].max() < 0.5 * other.sum():
-            text = f"{other.sum():,} marked 'stop' although they end with various tokens and not with an end token"
+            text = f"{other.sum():,} marked 'stop' although they end with various tokens instead of an end token"
             yield from find("finish_contradicts", other, least=int(max(8, 0.02 * stopped.sum())), explanation=text)
     known = [prompt or [] for prompt in sample.prompts]
     again = np.array([len(prompt) > 3 and prompt[0] == prompt[1] for prompt in known])

@@ -47,7 +47,7 @@ def resets(facts: Facts, _: Fall) -> Iterator[Fact]:
         if at - first < _GROWS_FOR or values[at] > values[at - 2 : at].min() / _RESETS_BY:
             continue
         if relative[at] > relative[at - 2 : at].min() / _RESETS_BY:
-            continue  # the tokens became more likely, and the mismatch smaller with them
+            continue  # the mismatch shrank because the tokens became more likely
         before = np.log(values[first:at])
         high = float(np.median(values[max(at - 3, first) : at]))
         grows = correlation(before, np.arange(len(before))) > 0.7 and high > _RESETS_BY * values[first] > values[at]

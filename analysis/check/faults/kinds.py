@@ -48,8 +48,8 @@ MIN_GROWTH = 3.0
 """Minimum factor by which a reported mismatch grows relative to the logits' spread. In 80 healthy runs, some of which
 start from uniform policies at high learning rates, it grew by at most 2.9."""
 MIN_GROWN = 0.2
-"""Unless it grows by ten times that factor, it must also reach this part of the largest rounding error. In the same runs, it
-reached 0.12 of it."""
+"""Unless it grows by ten times that factor, it must also reach this share of the largest rounding error. In the same runs,
+it reached a share of 0.12."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
@@ -77,7 +77,7 @@ WEIGHTS = Fault(
     evidence={
         "engine_weights": "{what_text}; according to the digests, this is the case for {num_tensors:,} of "
         "{of_tensors:,} tensors at version {trainer_version}, and for at least one tensor at {num_versions:,} of "
-        "{of_versions:,} versions, starting at version {first_version}",
+        "{of_versions:,} versions, first at version {first_version}",
         "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of "
         "{of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
         "stopped": "according to the recorded policy versions, {side} has kept version {version} since step {since}, while "
@@ -426,7 +426,7 @@ _ONSETS = {
                "a sliding window or an evicted cache of about {onset} tokens, or positions that are wrong from about {onset} on"),
     "shards": ("one side's context restarts at fixed columns, as if shards or chunks did not see earlier ones",
                "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones"),
-    "event": ("from one response position on, one side has different weights, a different context or a different kernel", "a weight update during "
+    "event": ("from some response position on, one side has different weights, a different context or a different kernel", "a weight update during "
               "sampling, a resumed request, a template that rewrites earlier turns, or a switch of the attention kernel, at response token {onset}"),
     "older": ("responses begin with older weights than the rest: the weights changed during sampling",
               "requests were continued after a weight update, and if the recorded policy version is that of the end, it is wrong for the beginning"),

@@ -23,7 +23,7 @@ MAX_CONSTANTS = 20
 FEW_CONSTANTS = 3
 """Minimum number of tokens, and of token ids, that must share a value for it to count as a placeholder."""
 _REPEATED_FACTOR = 3
-"""Minimum number of a placeholder's contexts relative to nearby values. Squared if it is in both passes."""
+"""Minimum factor by which a placeholder's contexts outnumber those of nearby values. Squared if it is in both passes."""
 _MOST_LATE = 8
 """Maximum displacement of a loss mask to search for (tokens)."""
 _WINDOW_NATS = 0.05
@@ -227,7 +227,7 @@ def _shifted_mask(
     else:
         tried = sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]
         numbers["num_late"] = next((late for late in tried if fits(late)), 0)
-    # Filler at a row's first token and a masked end token look like a shift, but then it is at no masked token.
+    # Filler at a row's first token and a masked end token look like a shift, but then no masked token has filler.
     is_shifted = numbers.get("num_late") and has[~sample.mask].mean() < 0.9
     if filler is not None and not (is_shifted or "cause" in numbers):
         return None

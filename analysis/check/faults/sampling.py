@@ -607,8 +607,8 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
 
 
 def _judged(data: PairData) -> tuple[Side, np.ndarray] | None:
-    """Return the side whose logprobs fit its entropies least, and these, [K]. None if they are few or those of another
-    distribution, which data_checks reports."""
+    """Return the side whose logprobs fit its entropies least, and its entropies, [K]. None if there are few, or if they
+    belong to another distribution, which data_checks reports."""
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
     if side.own.entropy is None or data.num_kept < 400 or side.own.share_lost > MOST_LOST:
         return None
@@ -630,8 +630,12 @@ def unapplied_setting(data: PairData) -> str:
     top_p = data.sample.settings["top_p"][data.seq]
     is_clear = side.sampled_score >= CLEAR and side.sampled_mean >= 0.05
     if is_clear and np.all((heat > 0) & (heat <= 1)) and not _is_plain(data) and not recorded_filter(data):
-        is_applied = "neither pass applies it, or a filter" if np.min(heat) < 1 else "a lower one, or a filter,"
-        return f"temperature = {np.median(heat):g} is recorded, but logprob + entropy averages {side.sampled_mean:.2g} nats instead of 0: {is_applied} that is not recorded was applied in sampling, unless likely responses were selected"
+        is_applied = (
+            "neither pass applies it, or sampling applied a filter"
+            if np.min(heat) < 1
+            else "sampling applied a lower one or a filter"
+        )
+        return f"temperature = {np.median(heat):g} is recorded, but logprob + entropy averages {side.sampled_mean:.2g} nats instead of 0: {is_applied} that was not recorded, unless likely responses were selected"
     likely = (side.values > np.log(0.9)) & (side.values < 0)
     share = float(np.mean((-side.values * (1 - top_p) > 1.1 * entropy + 0.1)[top_p < 1])) if (top_p < 1).any() else 0.0
     if share < 0.01 or likely.sum() < max(FEW, 3 * (side.values == 0).sum()):
