@@ -28,7 +28,7 @@ EVIDENCE: Mapping[str, str] = {
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change, so the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step}{interval}; from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
-    "data_fault": "check finds a fault starting at step {step}: {finding}",
+    "data_fault": "check finds a fault from step {step} on: {finding}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, which the policy cannot cause",
     "stop_ignored": "starting at step {step}, {share:.0%} of responses continue past the usual end token ({before_share:.0%} before), so the engine no longer stops there",
     "never_ended": "starting at step {step}, {share:.0%} of responses have no end token ({before_share:.0%} before), so something other than the end token stops them",
@@ -162,10 +162,10 @@ def verdict_sentence(result: Attribution) -> str:
             return f"{calm}."
         cause = f"the most likely cause is {supposed.suspects[0].titled()}, starting at step {supposed.step}"
         return f"{calm}. If an evaluation does show a drop, {cause}."
-    fall, interval = result.fall, interval_text(*result.fall.interval)
-    where = f"{fall.outcome} {fall.verb} starting at step {fall.step}{interval}, {fall.before:.3g} to {fall.after:.3g}"
+    fall, step = result.fall, f"step {result.fall.step}{interval_text(*result.fall.interval)}"
+    where = f"{fall.outcome} {fall.verb} from {fall.before:.3g} to {fall.after:.3g}, starting at {step}"
     if fall.kind == FLAT:
-        where = f"Learning stalled: {fall.course} step {fall.step}{interval}"
+        where = f"Learning stalled: {fall.course} {step}"
     return f"{where}. {f'{broken}. ' if broken else ''}{_cause(result)}"
 
 

@@ -51,7 +51,7 @@ CLOSE = 0.02
 _ROUNDED, _ROUNDED_16_BIT = 2.0**-11, 2.0**-7
 """Largest rounding error relative to a group's largest advantage, in float32 and in 16 bits."""
 _TOKEN_NATS = 0.65
-"""Maximum |ln| of the ratio of the rewards' standard deviation over a batch's tokens to that over its rows."""
+"""Maximum |ln(s_tokens / s_rows)|, where s is the rewards' standard deviation over a batch's tokens or over its rows."""
 _INEXACT = 2.0**-15
 """Maximum 1 - fit (a correlation) of a rule that reproduces the advantages up to rounding: four bfloat16 errors of 2^-9
 add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""

@@ -351,7 +351,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _exactly_explained(data: PairData) -> list[Finding]:
-    """Return a formula that reproduces values scored by older weights, if any: other weights do not follow formulas."""
+    """Return an exact formula for the mismatch of older weights, if any. Different weights alone do not follow a formula."""
     older = data.within(data.updates_behind[data.seq] != 0)
     if older.num_kept < FEW or not is_excessive(older):
         return []

@@ -469,7 +469,7 @@ def _has_turns(run: DataRows) -> bool:
 
 
 def _are_centred(run: DataRows) -> bool:
-    """Return True if the advantages of nearly all groups have the mean 0, as those of complete groups do."""
+    """Return True if the advantages of nearly all groups have mean 0, as in complete groups."""
     advantage, size = run.rows["advantage"], rms_of(run.cell, run.rows["advantage"])
     known = np.isfinite(size) & (size > 0)
     return bool(known.any() and (np.abs(mean_of(run.cell, advantage)) < CLOSE * size)[known].mean() > 0.95)
@@ -581,7 +581,7 @@ _OTHER_WEIGHTS = 0.2
 
 
 def _reference(run: DataRows) -> Iterator[DataFinding]:
-    """Find passes other than train and rollout that belong to other tokens, other settings or changing weights."""
+    """Find passes, except train and rollout, with values of other tokens, other settings or changing weights."""
     passes = scored_passes(run.database)
     for name in passes if TRAIN in passes else ():
         if name in (TRAIN, ROLLOUT) or name.startswith(REPLAY_PREFIX):
@@ -630,7 +630,7 @@ _SYNCED = r"(sync|update|reset|refresh|replace|ema|moving)_?(ref|teacher)|ref\w*
 
 
 def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
-    """Find a reference or teacher whose weights change, unless a setting says so."""
+    """Find a reference or teacher whose weights change although no setting says so."""
     found = movement(data.sample, np.flatnonzero(data.keep), data.b, allowed_noise(data))
     if run.setting(_SYNCED, r"^(?!(false|none|null|no|off|0(\.0)?|-1)?$)"):
         return

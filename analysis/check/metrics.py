@@ -89,7 +89,7 @@ class _StepRows:
 
     @cached_property
     def subsets(self) -> list[tuple[str, np.ndarray, str]]:
-        """Rows over which a mean may have been taken instead of all: description, rows ([N] bool), and kind."""
+        """Rows over which a mean may have been taken instead of all rows: description, rows ([N] bool), and kind."""
         index = np.arange(len(self.at))
         first, place = np.isin(index, np.unique(self.cell, return_index=True)[1]), index - self.starts[self.at]
         ended, size = self.run.ended[self.kept], self.size
@@ -229,7 +229,7 @@ def _length(rows: _StepRows, match: re.Match[str]) -> _Averages:
     inside, last = rows["loss_length"], 1.0 * ~np.isin(rows.kept, rows.run.continued[0])
     for each in (rows.length, inside) if not last.all() else ():
         yield _Average("the mean of each trajectory's number of tokens", rows.mean(each) / rows.mean(last))
-    # Tokens outside the loss, such as tool output, need not count, but a row that is masked as a whole has a length.
+    # Tokens outside the loss, such as tool output, need not count, but a fully masked row still has a length.
     is_whole = (inside == 0).sum() >= 3 and not (inside != rows.length)[inside > 0].any()
     yield _Average(_IN_LOSS, rows.mean(inside), "notice" if is_whole else "right")
     both, kind = rows.mean(rows.length + rows["prompt_length"]), "right" if match["whole"] else "wrong"
@@ -445,8 +445,8 @@ def _numbers(name: str, logged: float, recorded: float, step: int) -> dict[str, 
 
 
 def _extremes(logged: _Logged, names: dict[str, list[_Average]], rows: _StepRows) -> Iterator[_Contradiction]:
-    """Compare logged extremes with those of the rows at each step and since the previous logged value, and with those
-    of the groups' means, which prime-rl logs, if the logged mean is that of all rows."""
+    """If the logged mean covers all rows, compare logged extremes with those of the rows at each step and since the
+    previous logged value, and with those of the groups' means, which prime-rl logs."""
     for name, (kind, extreme) in itertools.product(names, (("min", np.fmin), ("max", np.fmax))):
         series = _series(names[name], rows.steps, logged[name], 0)
         if series is None or series.off.any() or series.is_sample or "mean" not in name:

@@ -371,7 +371,7 @@ def level(data: PairData) -> float:
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
     """Infer the logits' dtype from logprob differences within one context, which equal the logits' differences. None if
     there are too few. bfloat16 logits above 1 are multiples of 2^-7, and a temperature divides this spacing."""
-    # Small differences are always near a grid point, and large ones have too large rounding errors of their own.
+    # Small differences are always near a grid point, and the rounding errors of large ones are too large.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
     if len(difference) < 6:
         return None

@@ -34,7 +34,7 @@ MAX_SAMPLED_TOKENS = 100_000
 UNSAMPLED_NATS = -3.0
 """Logprob + entropy (nats) below which a token is unlikely. At most 5% of sampled tokens are below it."""
 MIN_UNSAMPLED_RUN = 4
-"""Minimum number of consecutive unlikely tokens that were not sampled. In healthy runs, under 2% of rows reach it."""
+"""Minimum number of consecutive unlikely tokens that count as not sampled. In healthy runs, under 2% of rows reach it."""
 CHANCE = np.log(1e-6)
 """Log probability below which chance does not explain a pattern."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")

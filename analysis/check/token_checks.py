@@ -67,7 +67,7 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
         unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
     compared = sample.compared
     if compared.any() and abs(np.mean(sample.d[compared])) > -0.2 * np.mean(engine.logprobs[compared]):
-        unlikely[:] = False  # the entropy may be that of another distribution
+        unlikely[:] = False  # the entropy may belong to another distribution
     template = template_tokens(sample, engine)
     missing = sample.mask & (certain | ~np.isfinite(engine.logprobs)) & ~template
     known = np.isfinite(other.logprobs) & sample.mask
@@ -163,7 +163,7 @@ def _beyond_lag(
 
 
 def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray) -> float:
-    """Return by how much `versions` grow when `others` grow by 1 ([S] each), if it is always the same and not 1, otherwise 0."""
+    """Return by how much `versions` grow when `others` grow by 1 ([S] each), if this is constant and not 1, otherwise 0."""
     known = (versions.filled(-1) >= 0) & (others.filled(-1) >= 0)
     pairs = np.unique(np.stack([others.data[known], versions.data[known]]), axis=1)
     if len(np.unique(pairs[0])) < 3:
@@ -365,7 +365,7 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
     """Find entropies in bits or of another token or distribution. Correct entropies equal -logprob on average."""
     compared, every = sample.compared, np.ones(sample.num_sequences, bool)
     if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
-        return  # the entropies may be those of the other side's distribution
+        return  # the entropies may belong to the other side's distribution
     for side in (sample.a, sample.b):
         ratio, share = unscaled_ratio(sample, side)
         if ratio:

@@ -379,7 +379,7 @@ def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     """Return how often `value` can repeat by chance, or infinity if it can be the logprob of many tokens."""
     if value == 0.0:
-        # At high entropies, zeros are wrong, unless the entropies are those of the unfiltered distribution.
+        # At high entropies, zeros are wrong, unless the entropies belong to the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
         is_certain = np.mean(data.entropy[where]) <= max(0.1, 0.25 * np.mean(data.entropy[~where]))
