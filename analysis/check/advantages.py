@@ -893,8 +893,8 @@ def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
 
 
 def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
-    """Explain advantages that do not follow from rewards alone by other terms: the reward functions one by one, the KL to
-    the reference, or a penalty of truncated rows. Return what is wrong with these terms. None if they do not explain the
+    """Explain advantages that do not follow from rewards alone, using the reward functions one by one, the KL to the
+    reference, or a penalty of truncated rows. Return what is wrong with these terms. None if they do not explain the
     advantages of nearly all groups."""
     if len(run.parts[0]) > 1 and run.parts[2][known].all() and (found := _of_parts(run, known, data)) is not None:
         return found
@@ -1052,7 +1052,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         are_single = bool((labels > 0).all() and count_of(group).max() == 1)
         numbers["scope"] = "group" if is_grouped else "step"
         own_prompts = run.rows["prompt"].all() and count_of(numbered(run.rows["prompt"], run.at)).max() == 1
-        text = "; the baseline is the mean of groups, each of which contains a single row" * are_single
+        text = "; the baseline is the group's mean, but each group contains a single row" * are_single
         by_prompt = "; every row has its own prompt, so groups formed by prompt contain a single row"
         numbers["explanation"] = text or by_prompt * bool(is_grouped and own_prompts)
         yield from found("advantages_constant", constant, notice=is_same, **numbers)

@@ -386,7 +386,7 @@ _DECLARED = {
     "prompts": r"max_prompt_(length|len|tokens)", "responses": _LIMIT,
     "rows": r"num_generations(_per_prompt)?|(num_|n_)?samples_per_prompt|n_samples|group_size|rollouts_per_(example|prompt)|rollout[./]n",
 }  # fmt: skip
-"""Quantity that rows show -> last part of its name in the settings of frameworks."""
+"""Quantity in the rows -> pattern for the last part of its name in frameworks' settings."""
 _NOT_TRAINING = r"^(?!.*(^|[./_])(val|eval|test|valid|teacher|distil\w*|draft|reward|rm[./_]|judge|grader|verifier|critic|simulat|quant|awq|gptq|generation_config))"
 _MASKS_CUT = r"(^|[./])(mask_truncated\w*|(apply_)?overlong_filter(ing)?|(filter|exclude)_truncated(?!\w*prompt)\w*)$"
 _SEVERAL = 3
@@ -596,9 +596,9 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
         for step, size in run.database.connection.execute(_AT_START).fetchall() if name == REFERENCE else ():
             if (size or 0.0) > _OTHER_WEIGHTS and not moved:
                 data = _other_pass(run.database, name, f"{step}:{step}")
-                what, text = "other weights or inputs", _WEIGHTS + _place_text(run, data)
+                what, text = "different weights or inputs", _WEIGHTS + _place_text(run, data)
                 for each in find_temperature(data):
-                    what, text = "other temperature", f"because {TEMPERATURE.sentence(each.finding)}"
+                    what, text = "a different temperature", f"because {TEMPERATURE.sentence(each.finding)}"
                 find = partial(run.find, name=name, what=what, when="before the first update, ", explanation=text)
                 yield from find("reference_apart", run.at >= 0, notice=True, size=size)
 
@@ -645,7 +645,7 @@ def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[Data
     if name != REFERENCE:  # a teacher's prompt may contain a hint, such as a solution
         text = "so it is updated or reloaded during the run, or reads a context that is not recorded"
     if np.median(logit_error(data)[steps >= found.since]) < found.size / 10:
-        text = "and it equals train there up to rounding, so it is the policy itself, and the KL to it vanishes"
+        text = "and then equal train's up to rounding, so it is the policy itself, and the KL to it is about 0"
     numbers: dict[str, Any] = {"num_tokens": found.tokens, "size": found.size, "explanation": text}
     yield from run.find("reference_changes", known >= found.since, known, name=name, notice=True, **numbers)
 

@@ -270,7 +270,7 @@ def movement(
 @once
 def wrong_versions(data: PairData) -> tuple[str, Movement] | None:
     """Return the side, `a` or `b`, whose policy version does not match its weights: the passes agree, but the same token,
-    prefix and version have other logprobs at other steps, in one pass or between the two. None if both match."""
+    prefix and version have different logprobs at different steps, in one pass or between the two. None if both match."""
     if not data.num_kept or np.median(logit_error(data)) > allowed_noise(data):
         return None
     at, values = np.flatnonzero(data.keep), {"a": data.a, "b": data.b}

@@ -46,7 +46,7 @@ _SCALE = r"(^|[./_])reward_scal(e|ing)(_factor)?$"
 _EVALUATED = r"^(eval|val|valid|validation|test)[-_/].*(reward|score|acc|pass@|mean@|best@)"
 _SCHEDULED = r"(^|[/_])(lr|learning_rate|kl_coef|entropy_coeff?)($|[/_-])"
 _TRAJECTORIES = "the mean over trajectories"
-_IN_LOSS, _WHOLE = "the mean of the number of tokens in the loss", "the mean of prompt and response"
+_IN_LOSS, _WHOLE = "the mean number of tokens in the loss", "the mean of prompt and response"
 _Logged = dict[str, dict[int, float]]
 """Metric -> step -> value."""
 
@@ -164,8 +164,8 @@ class _StepRows:
         if not counts.all():
             num = self.sum(known)
             for of, total, kind in (
-                ("the mean over all tokens, masked ones too", self.sum(values), of_all),
-                ("the sum over the loss tokens divided by the number of all tokens, masked ones too", self.sum(values, counts), "wrong"),
+                ("the mean over all tokens, including masked ones", self.sum(values), of_all),
+                ("the sum over the loss tokens divided by the number of all tokens, including masked ones", self.sum(values, counts), "wrong"),
             ):  # fmt: skip
                 yield _Average(of, self.mean(total / np.maximum(num, 1), num), kind)
 
@@ -228,7 +228,7 @@ def _length(rows: _StepRows, match: re.Match[str]) -> _Averages:
     yield from rows.of_rows(rows.length, "rows")
     inside, last = rows["loss_length"], 1.0 * ~np.isin(rows.kept, rows.run.continued[0])
     for each in (rows.length, inside) if not last.all() else ():
-        yield _Average("the mean of each trajectory's number of tokens", rows.mean(each) / rows.mean(last))
+        yield _Average("the mean number of tokens per trajectory", rows.mean(each) / rows.mean(last))
     # Tokens outside the loss, such as tool output, need not count, but a fully masked row still has a length.
     is_whole = (inside == 0).sum() >= 3 and not (inside != rows.length)[inside > 0].any()
     yield _Average(_IN_LOSS, rows.mean(inside), "notice" if is_whole else "right")
@@ -245,7 +245,7 @@ def _advantage(rows: _StepRows, match: re.Match[str]) -> _Averages:
             yield _Average(f"the {figure}imum over the rows", extreme.reduceat(values, rows.starts))
         return
     yield from rows.averages(np.nan_to_num(advantage) * inside, inside, tokens=True, error="rows")
-    yield _Average("the mean over all tokens, masked ones too", rows.mean(np.nan_to_num(advantage), rows.length))
+    yield _Average("the mean over all tokens, including masked ones", rows.mean(np.nan_to_num(advantage), rows.length))
 
 
 def _divergence(rows: _StepRows, _: re.Match[str], a: str, b: str) -> _Averages:
@@ -285,7 +285,9 @@ def _loss(rows: _StepRows, _: re.Match[str]) -> _Averages:
     for each in (terms, *([terms + loss.kl_coefficient * (np.exp(-d) - 1 + d)] if loss.kl_coefficient else [])):
         found = [*rows.of_tokens(each)]
         sums = rows.mean(rows.sum(each, tokens["counts"])) / (loss.max_tokens or np.nan)
-        found += [_Average("the sum per row over the longest length", sums)] if loss.aggregation == "constant" else []
+        found += (
+            [_Average("each row's sum divided by the longest length", sums)] if loss.aggregation == "constant" else []
+        )
         # If all rows have the same weight, the mean is 0 by construction.
         least = 1e-3 * float(np.sqrt(np.nanmean(each * each)))
         yield from (average for average in found if np.nanmax(np.abs(average.values), initial=0.0) > least)

@@ -2110,7 +2110,7 @@ def test_logged_lengths_that_count_masked_responses_as_empty_are_noted(tmp_path)
     found = findings(write(tmp_path / "run", columns=columns, metrics=metrics))
     (one,) = [one for one in found if one.code == "metric_of_others"]
     assert one.is_notice
-    assert "the mean of the number of tokens in the loss" in data_text(one)
+    assert "the mean number of tokens in the loss" in data_text(one)
 
 
 @pytest.mark.parametrize(("padding", "expected"), [(0, []), (9, ["metric_contradicts"])])
@@ -2164,7 +2164,7 @@ def test_groups_of_one_row_are_named_where_advantages_are_constant(tmp_path):
     )  # fmt: skip
     (found,) = findings(path)
     assert found.code == "advantages_constant"
-    assert "each of which contains a single row" in data_text(found)
+    assert "but each group contains a single row" in data_text(found)
 
 
 def with_updates(recorder, batch, step, number):

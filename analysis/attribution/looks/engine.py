@@ -17,7 +17,7 @@ _USUAL = 0.02
 """Mean |d| (nats) that gives the mismatch half its full weight. Healthy bf16 runs show 0.002 to 0.01."""
 _FEWEST = 2
 _GROWS_FOR, _RESETS_BY = 4, 5.0
-"""Minimum number of steps over which a mismatch grows before new weights reset it, and minimum factor by which it then falls."""
+"""Minimum number of steps over which a mismatch grows before new weights reset it, and minimum factor by which it then drops."""
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
 

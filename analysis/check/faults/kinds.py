@@ -58,7 +58,7 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
     version, given, holds = numbers["trainer_version"], numbers["given_version"], numbers["holds_version"]
     how = "it was never sent"
     if given is not None:
-        how = f"it was last sent at version {given}{' and already stale then' if given != holds else ''}"
+        how = f"it was last sent at version {given}{', when it was already stale' if given != holds else ''}"
         how = how if numbers["is_loaded"] else f"the tensor sent at version {given} was not loaded"
     has = "from no recorded version" if holds is None else f"from version {holds}"
     a_row = " per row" if str(numbers["dtype"]).endswith("values") else ""
