@@ -46,7 +46,7 @@ _SCALE = r"(^|[./_])reward_scal(e|ing)(_factor)?$"
 _EVALUATED = r"^(eval|val|valid|validation|test)[-_/].*(reward|score|acc|pass@|mean@|best@)"
 _SCHEDULED = r"(^|[/_])(lr|learning_rate|kl_coef|entropy_coeff?)($|[/_-])"
 _TRAJECTORIES = "the mean over trajectories"
-_IN_LOSS, _WHOLE = "the mean number of tokens in the loss", "the mean of prompt and response"
+_IN_LOSS, _WHOLE = "the mean number of tokens in the loss", "the mean length of prompt and response"
 _Logged = dict[str, dict[int, float]]
 """Metric -> step -> value."""
 
@@ -285,9 +285,7 @@ def _loss(rows: _StepRows, _: re.Match[str]) -> _Averages:
     for each in (terms, *([terms + loss.kl_coefficient * (np.exp(-d) - 1 + d)] if loss.kl_coefficient else [])):
         found = [*rows.of_tokens(each)]
         sums = rows.mean(rows.sum(each, tokens["counts"])) / (loss.max_tokens or np.nan)
-        found += (
-            [_Average("each row's sum divided by the longest length", sums)] if loss.aggregation == "constant" else []
-        )
+        found += [_Average("each row's sum over the longest length", sums)] if loss.aggregation == "constant" else []
         # If all rows have the same weight, the mean is 0 by construction.
         least = 1e-3 * float(np.sqrt(np.nanmean(each * each)))
         yield from (average for average in found if np.nanmax(np.abs(average.values), initial=0.0) > least)
