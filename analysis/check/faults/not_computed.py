@@ -37,8 +37,8 @@ _EVIDENCE = {
     "{mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} "
     "averages {other_mean:.3g} nats (minimum {other_min:.3g}){reason_text}",
-    "merged": "{side} is 0 for {num_tokens:,} tokens, and their logprobs are added to that of the token {where} them "
-    "({other}'s sums agree to {residual:.2g} nats), as if several tokens had arrived as one, in {num_sequences:,} sequences",
+    "merged": "in {num_sequences:,} sequences, {side} is 0 for {num_tokens:,} tokens, and their logprobs are added to the token "
+    "{where} them ({other}'s sums agree to {residual:.2g} nats), as if several tokens had arrived as one",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
     "different contexts, far more often than any nearby value",
     "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the "
@@ -58,8 +58,8 @@ _EVIDENCE = {
 }
 _REASONS = {
     "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, so these tokens were not sampled from the policy",
-    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, and all these tokens are the last of their "
-    "response, so they were appended after sampling",
+    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, and each of these tokens is the last in "
+    "its response, so they were appended after sampling",
     "after_end": "; these tokens{ids_text} extend to the end of their responses, so padding is included in the loss",
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
     "none": "",

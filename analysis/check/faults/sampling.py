@@ -35,7 +35,7 @@ from ..sample import MOST_LOST, ratio_in_bits, unscaled_ratio
 from ..where import occurrences, part_of_rows
 
 MAX_LEFT = 0.3
-"""Maximum unexplained share of the mismatch for an explanation that predicts each value."""
+"""Maximum share of the mismatch left unexplained by an explanation that predicts each value."""
 MAX_SMOOTHING = 0.3
 """Largest usual label smoothing. More flattening has another cause."""
 MIN_R2 = 0.6
@@ -73,8 +73,8 @@ TEMPERATURE = Fault(
     evidence={
         "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted; {least:.3g} to "
         "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
-        "divided": "{side}'s logprobs are those of temperature 1, divided by {temperature:g} but not normalised again: "
-        "they differ from {other}'s nearly always in the same direction, by {slope:.2g} times (1/T - 1) times the "
+        "divided": "{side}'s logprobs were computed at temperature 1 and divided by {temperature:g}, but not normalised "
+        "again: they differ from {other}'s nearly always in the same direction, by {slope:.2g} times (1/T - 1) times the "
         "entropy (correlation {correlation:.2f}), where T is the recorded temperature",
         "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
         "({num_values} different values, {least:g} to {largest:g}), so {side} applies each row's temperature, but "
