@@ -37,7 +37,7 @@ _EVIDENCE = {
     "{mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} "
     "averages {other_mean:.3g} nats (minimum {other_min:.3g}){reason_text}",
-    "merged": "in {num_sequences:,} sequences, {side} is 0 for {num_tokens:,} tokens, and their logprobs are added to the token "
+    "merged": "in {num_sequences:,} sequences, {side} is 0 for {num_tokens:,} tokens, and their logprobs are added to the logprob "
     "{where} them ({other}'s sums agree to {residual:.2g} nats), as if several tokens had arrived as one",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
     "different contexts, far more often than any nearby value",
