@@ -2524,10 +2524,10 @@ WEIGHTS = {
     "the teacher changes": (of_weights(teacher=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "reloaded"),
     "versions begin anew": (of_weights((counted_anew, counted_anew)), "versions_wrong", 10, "restarted, as after a resume"),
     "a teacher is updated": (of_weights(teacher=lambda n: max(n - 4, 1)), "reference_changes", 7, "reads a context that is not recorded"),
-    "no version grows": (of_weights((initial, initial)), "versions_wrong", 3, "train gives"),
-    "the engine's version does not grow": (of_weights((initial, lambda n: n)), "versions_wrong", 3, "rollout gives"),
+    "no version grows": (of_weights((initial, initial)), "versions_wrong", 3, "train's logprobs differ"),
+    "the engine's version does not grow": (of_weights((initial, lambda n: n)), "versions_wrong", 3, "rollout's logprobs differ"),
     "the engine's version is three too low": (
-        of_weights((lambda n: n - 3, lambda n: n)), "versions_wrong", None, "rollout gives",
+        of_weights((lambda n: n - 3, lambda n: n)), "versions_wrong", None, "rollout's logprobs differ",
     ),
     "the engine is never updated": (
         of_weights((initial, lambda n: n), rollout=initial), "engine_never_updated", 2, "policy version 1",
