@@ -578,9 +578,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
     strided = moments(r, first + rank_of(rows.at) % groups)
     yield f"the mean of every {int(np.median(groups))}th row", against(r, *strided)
-    for size in dict.fromkeys(
-        [max(int(np.median(n)), 1), *np.unique(n)]
-    ):  # merge a smaller last part into the one before
+    for size in dict.fromkeys([max(int(np.median(n)), 1), *np.unique(n)]):  # a smaller last part joins the one before
         part = np.minimum(rank_of(rows.at) // size, np.maximum(count_of(rows.at) // size, 1) - 1)
         yield f"the mean of {size} neighbouring rows", against(r, *moments(r, numbered(part, rows.at)))
     order = np.empty(len(r), np.int64)
