@@ -630,10 +630,10 @@ def unapplied_setting(data: PairData) -> str:
     top_p = data.sample.settings["top_p"][data.seq]
     is_clear = side.sampled_score >= CLEAR and side.sampled_mean >= 0.05
     if is_clear and np.all((heat > 0) & (heat <= 1)) and not _is_plain(data) and not recorded_filter(data):
-        either = (
+        cause = (
             "neither pass applies it, or sampling applied" if np.min(heat) < 1 else "sampling applied a lower one or"
         )
-        return f"temperature = {np.median(heat):g} is recorded, but logprob + entropy averages {side.sampled_mean:.2g} nats instead of 0: {either} a filter that was not recorded, unless likely responses were selected"
+        return f"temperature = {np.median(heat):g} is recorded, but logprob + entropy averages {side.sampled_mean:.2g} nats instead of 0: {cause} a filter that was not recorded, unless likely responses were selected"
     likely = (side.values > np.log(0.9)) & (side.values < 0)
     share = float(np.mean((-side.values * (1 - top_p) > 1.1 * entropy + 0.1)[top_p < 1])) if (top_p < 1).any() else 0.0
     if share < 0.01 or likely.sum() < max(FEW, 3 * (side.values == 0).sum()):
