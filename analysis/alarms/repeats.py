@@ -23,7 +23,7 @@ class Repeats:
         self._rows = np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0)
 
     def keep(self, database: Database, steps: Sequence[int]) -> None:
-        """Add the rows of `database`, and forget earlier ones of `steps`."""
+        """Add the rows of `database`, and drop earlier rows of `steps`."""
         found = database.connection.execute(_ROWS).fetchnumpy()
         reward = np.ma.filled(found["reward"].astype(np.float64), np.nan)
         left = ~np.isin(self._rows[0], steps)

@@ -99,8 +99,8 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
     engine_parts, trainer_parts = sampled > least, trained > least
     values: dict[str, Measured] = {"num_sequences": len(equal), "num_equal": int(equal.sum())}
     if tokens is not None and not tokens.apart and not equal.any():
-        # All responses differ at their first token, so no shared token can be compared. A mismatch much larger than the
-        # baseline's points to the engine alone, any other to the trainer as well.
+        # All responses differ at their first token, so no shared token can be compared. If the mismatch is much
+        # larger than the baseline's, suspect the engine alone, otherwise the trainer, too.
         apart = _apart_at(facts, step)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan

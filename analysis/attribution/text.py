@@ -17,7 +17,7 @@ _SHOWN = 0.02
 _ENTROPY = "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: "
 EVIDENCE: Mapping[str, str] = {
     "prior": "prior, before any evidence",
-    "setting_changed": "starting at step {step}, {series} changes from {from_value} to {to_value}",
+    "setting_changed": "at step {step}, {series} changes from {from_value} to {to_value}",
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
     "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's, so the loss has no extra term",
     "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",
@@ -28,7 +28,7 @@ EVIDENCE: Mapping[str, str] = {
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change, so the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step}{interval}; from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
-    "data_fault": "check finds a fault starting at step {step}: {finding}",
+    "data_fault": "check finds a fault from step {step} on: {finding}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, which the policy cannot cause",
     "stop_ignored": "starting at step {step}, {share:.0%} of responses continue past the usual end token ({before_share:.0%} before), so the engine no longer stops there",
     "never_ended": "starting at step {step}, {share:.0%} of responses have no end token ({before_share:.0%} before), so something other than the end token stops them",
@@ -56,8 +56,8 @@ EVIDENCE: Mapping[str, str] = {
     "mismatch_resets": "mean |d| grows step by step and falls at once from {from_value:.2g} to {to_value:.2g} nats at step {step} ({num} such falls), as when an engine that was behind gets new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the engine's weights may lag a few updates behind",
     "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so reward and {outcome} measure different things",
-    "learning_rate_spike": "starting at step {step}, the learning rate reaches {factor:.3g} times its earlier median",
-    "learning_rate_beyond": "starting at step {step}, the learning rate reaches up to {factor:.3g} times the declared one",
+    "learning_rate_spike": "from step {step} on, the learning rate reaches {factor:.3g} times its earlier median",
+    "learning_rate_beyond": "from step {step} on, the learning rate is up to {factor:.3g} times the declared one",
     "update_size": "a typical update changes the weights by {update_to_weight:.2g} times their norm",
     "update_leaps": "the update at step {step} is {factor:.3g} times as large as earlier ones",
     "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time (mean difference {mean_difference:.2g})",
@@ -162,10 +162,10 @@ def verdict_sentence(result: Attribution) -> str:
             return f"{calm}."
         cause = f"the most likely cause is {supposed.suspects[0].titled()}, starting at step {supposed.step}"
         return f"{calm}. If an evaluation does show a drop, {cause}."
-    fall, interval = result.fall, interval_text(*result.fall.interval)
-    where = f"{fall.outcome} {fall.verb} starting at step {fall.step}{interval}, {fall.before:.3g} to {fall.after:.3g}"
+    fall, step = result.fall, f"step {result.fall.step}{interval_text(*result.fall.interval)}"
+    where = f"{fall.outcome} {fall.verb} from {fall.before:.3g} to {fall.after:.3g}, starting at {step}"
     if fall.kind == FLAT:
-        where = f"Learning stalled: {fall.course} step {fall.step}{interval}"
+        where = f"Learning stalled: {fall.course} {step}"
     return f"{where}. {f'{broken}. ' if broken else ''}{_cause(result)}"
 
 

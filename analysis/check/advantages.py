@@ -51,7 +51,7 @@ CLOSE = 0.02
 _ROUNDED, _ROUNDED_16_BIT = 2.0**-11, 2.0**-7
 """Largest rounding error relative to a group's largest advantage, in float32 and in 16 bits."""
 _TOKEN_NATS = 0.65
-"""Maximum |ln| of the ratio of the rewards' standard deviation over a batch's tokens to that over its rows."""
+"""Maximum |ln(s_tokens / s_rows)|, where s is the rewards' standard deviation over a batch's tokens or over its rows."""
 _INEXACT = 2.0**-15
 """Maximum 1 - fit (a correlation) of a rule that reproduces the advantages up to rounding: four bfloat16 errors of 2^-9
 add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""
@@ -100,7 +100,7 @@ FROM (SELECT run, step, seq_id, response_mask AS mask, row_number() OVER () AS p
 ) USING (run, step, seq_id), LATERAL (SELECT list_filter(every, lambda x, position: coalesce(mask[position], true)) AS d) ORDER BY step, place
 """
 _KL_FORMS = ("the sum of train - reference", "the mean of train - reference", "half the sum of its squares", "the sum of its k3 estimates")  # fmt: skip
-# Comparing all pairs of rows would be slow, so compare hashes of prompt prefixes as long as another row of the group.
+# Comparing all pairs of rows would be slow, so compare hashes of prompt prefixes with another row's length.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
 lengths AS (SELECT DISTINCT run, step, group_id, length AS part FROM texts)
@@ -216,7 +216,7 @@ class DataRows:
 
     @cached_property
     def counts_masked(self) -> bool | None:
-        """Whether rewards of rows without tokens in the loss count in their group's mean. None if unclear."""
+        """Whether rewards of rows without tokens in the loss count toward their group's mean. None if unclear."""
         cell, advantage, reward = self.cell, np.nan_to_num(self.rows["advantage"]), self.reward
         trains = 1.0 * (self.rows["loss_length"] > 0)
         share = np.maximum(mean_of(cell, trains), TINY)
@@ -319,9 +319,9 @@ class ExactFits(NamedTuple):
     slopes: np.ndarray
     """[G, K]: the columns' coefficients. NaN without an exact fit, and for columns that are constant in the cell."""
     fits: np.ndarray
-    """[G] bool: values vary, and the fit reproduces them up to rounding although it need not."""
+    """[G] bool: values vary, and the fit reproduces them up to rounding although there are more values than coefficients."""
     hold: bool
-    """True if the fit reproduces nearly all cells that can contradict it, at least eight."""
+    """True if at least eight cells can contradict the fit, and it reproduces nearly all of them."""
 
 
 def exact_fits(values: np.ndarray, columns: np.ndarray, cell: np.ndarray) -> ExactFits:
@@ -462,7 +462,7 @@ class _Lines(NamedTuple):
     """True if the line reproduces all advantages up to rounding."""
 
     def units(self, chosen: np.ndarray) -> np.ndarray:
-        """Return each group's unit of comparison, [G]: a step, or consecutive ones with few `chosen` groups ([G] bool)."""
+        """Return each group's unit of comparison, [G]: a step, or consecutive steps with few `chosen` groups ([G] bool)."""
         num = np.bincount(self.at, chosen)
         return np.asarray(np.unique((np.cumsum(num) - num) // 4, return_inverse=True)[1][self.at])
 
@@ -473,7 +473,8 @@ class _Lines(NamedTuple):
 
 
 def _median_of(label: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Replace each value by the median of the `chosen` values ([K] bool) with the same (ascending) label, or by NaN."""
+    """Replace each value with the median of the `chosen` values ([K] bool) that share its label, or with NaN if there are
+    none. Labels must be in ascending order."""
     medians = np.full(int(label.max()) + 1, np.nan)
     label_K, values_K = label[chosen], values[chosen]
     ordered = values_K[np.lexsort((values_K, label_K))]
@@ -495,7 +496,7 @@ class _Rules(NamedTuple):
     between: np.ndarray
     """Standard deviation of the groups' mean advantages, relative to the rms advantage."""
     fit: np.ndarray
-    """Correlation of the recorded advantages with those of the best rule; `own` is that with the group-mean rule."""
+    """Correlation between recorded advantages and the best rule's, and in `own`, the group-mean rule's."""
     own: np.ndarray
     factor: np.ndarray
     """Scale of the advantages. NaN if a usual normalisation by group or batch explains it."""
@@ -589,7 +590,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
     strided = moments(r, first + rank_of(rows.at) % groups)
     yield f"the mean of every {int(np.median(groups))}th row", against(r, *strided)
-    for size in dict.fromkeys([max(int(np.median(n)), 1), *np.unique(n)]):  # a last, smaller part joins the one before
+    for size in dict.fromkeys([max(int(np.median(n)), 1), *np.unique(n)]):  # a smaller last part joins the one before
         part = np.minimum(rank_of(rows.at) // size, np.maximum(count_of(rows.at) // size, 1) - 1)
         yield f"the mean of {size} neighbouring rows", against(r, *moments(r, numbered(part, rows.at)))
     order = np.empty(len(r), np.int64)
@@ -713,7 +714,7 @@ def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[
     yield f"divided by the root mean square {of_rewards}", 1 / np.hypot(line.r, spread)
     for name, group in _neighbours(line.at).items():
         yield f"divided by {name} standard deviation", 1 / np.append(spread, np.nan)[group]
-    for ranks in (2, 4, 8):  # with equal shares of the rows, at least two groups each
+    for ranks in (2, 4, 8):  # each part needs at least two groups
         block = numbered(rank_of(rows.at) * ranks // count_of(rows.at), rows.at)
         is_whole = (count_of(block) >= 2 * rows.n) & (mean_of(rows.g, block) == block)
         scale = np.where(is_whole, 1 / rms_of(block, rows.x), np.nan)[np.unique(rows.g, return_index=True)[1]]
@@ -798,7 +799,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     if asked.sum() < 30:
         return None
     zero, pairs, usual = asked & (a == 0), [], []
-    # In groups of different sizes, the deviation of a sample is not a fixed multiple of the population's.
+    # The ratio of the sample's standard deviation to the population's depends on the group size.
     for given in (rows.x, rows.x / rows.spread, rows.x / rows.spread * np.sqrt(1 - 1 / rows.n)):
         ratio = np.divide(a, given, out=np.full(len(a), np.nan), where=asked)
         scale = np.array([_mode(part[part > 0]) for part in split_steps(at, np.abs(ratio))])
@@ -862,7 +863,7 @@ def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
     cell = np.unique(np.stack([g, rows.r, rows.length > 0, kind]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
-    # Of equal rewards in a group, the lower median advantage counts as correct. With two rows, this is a guess.
+    # Among equal rewards in a group, assume that the lower median advantage is correct. With two rows, this is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
     off, exact = (asked & (np.abs(a - usual) > by * np.maximum(scale, 1e-9)) for by in (0.05, _ROUNDED_16_BIT))
@@ -902,8 +903,8 @@ def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
 
 
 def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
-    """Explain advantages that do not follow from rewards alone by other terms: the reward functions one by one, the KL to
-    the reference, or a penalty of truncated rows. Return what is wrong with these terms. None if they do not explain the
+    """Explain advantages that do not follow from rewards alone, using the reward functions one by one, the KL to the
+    reference, or a penalty of truncated rows. Return what is wrong with these terms. None if they do not explain the
     advantages of nearly all groups."""
     if len(run.parts[0]) > 1 and run.parts[2][known].all() and (found := _of_parts(run, known, data)) is not None:
         return found
@@ -920,9 +921,9 @@ def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFindin
         usual = _median_of(at, ratio, np.isfinite(ratio))
         is_steady = is_constant(ratio / usual)
         if not name:
-            # A penalty of one size may be intended.
+            # A constant penalty may be intended.
             affected = truncated & (data.length > 0) & (not is_steady)
-            rule = "another baseline or scale than the rest of their group: they are truncated, and their rewards or advantages may have been changed afterwards"
+            rule = "a different baseline or scale from the rest of their group: they are truncated, and their rewards or advantages may have been changed afterwards"
             rule = rule if data.a[affected].any() else _ZEROED + _TRUNCATED
             return [*run.find("advantages_mixed", affected, rows=known, rule=rule, notice=True)]
         if is_steady:
@@ -945,8 +946,8 @@ def _of_kl(run: DataRows, known: np.ndarray, form: str, coefficient: np.ndarray)
         text = "so a long response's divergence costs no more than a short one's, unlike with a sum"
         yield from find(size > 0, what="is averaged over tokens", explanation=text, notice=True)
     elif given and not is_given and is_constant(size):
-        text = f"although {' and '.join(f'{key} = {value:g}' for key, value in given.items())} is recorded, unless rewards are scaled before"
-        yield from find(size > 0, what="has another coefficient than recorded", explanation=text, notice=True)
+        text = f"although {' and '.join(f'{key} = {value:g}' for key, value in given.items())} is recorded, unless rewards were scaled beforehand"
+        yield from find(size > 0, what="has a different coefficient than recorded", explanation=text, notice=True)
 
 
 def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
@@ -1029,7 +1030,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         response, reward, (row, later) = run.rows["response"], np.nan_to_num(run.rows["reward"]), run.continued
         known &= (response > 0) & ~np.isin(response, response[row])
         last, order = np.arange(len(reward)), np.argsort(run.rows["prompt_length"][later], kind="stable")
-        last[row[order]] = later[order]  # of all later turns, the last one has the longest prompt
+        last[row[order]] = later[order]  # the last turn has the longest prompt
         turns = [(_OF_TURNS, mean_of(run.cell, reward[last])), (_OF_OWN_TURNS, mean_of(run.cell, reward))]
     if run.counts_masked is False:
         known &= run.rows["loss_length"] > 0
@@ -1061,8 +1062,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         are_single = bool((labels > 0).all() and count_of(group).max() == 1)
         numbers["scope"] = "group" if is_grouped else "step"
         own_prompts = run.rows["prompt"].all() and count_of(numbered(run.rows["prompt"], run.at)).max() == 1
-        text = "; the baseline is the mean of groups, each of which contains a single row" * are_single
-        by_prompt = "; every row has a prompt of its own, so groups formed by prompt contain a single row"
+        text = "; the baseline is the group's mean, but each group contains a single row" * are_single
+        by_prompt = "; every row has its own prompt, so groups formed by prompt contain a single row"
         numbers["explanation"] = text or by_prompt * bool(is_grouped and own_prompts)
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
     is_open = explain and (~data.lines.fits)[has_slope := np.isfinite(data.lines.slope)].sum() > 0.05 * has_slope.sum()
@@ -1162,7 +1163,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _copies_text(run: DataRows, known: np.ndarray, zeroed: np.ndarray) -> str:
-    """Describe the rows whose advantage is 0 (`zeroed`, [N] bool, of the rows `known`) if they copy others of their step."""
+    """Describe the `known` rows ([N] bool) with advantage 0 (`zeroed`) if they are copies of other rows in their step."""
     counts = known & (run.rows["response"] > 0) & (run.rows["loss_length"] > 0)
     is_copy = (counts & (count_of(numbered(run.rows["response"], run.at)) > 1))[known]
     text = "; they copy other rows of their step, as padding rows do, but their tokens count toward the loss"
@@ -1178,4 +1179,4 @@ def _shape_of(rows: _Rows, steps: np.ndarray) -> str:
     least = 2 * rows.lines.rounded[rows.g[order]][1:][joined]
     if np.mean(np.where(more > 0, rise >= -least, np.abs(rise) <= least)) > 0.99:
         return "rise with the rewards, but not in proportion"
-    return "are no function of the recorded rewards"
+    return "are not a function of the recorded rewards"

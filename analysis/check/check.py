@@ -42,7 +42,7 @@ MIN_GAIN_NATS = 12.0
 MAX_LEFT = 0.5
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""Maximum unexplained share of an explanation that competes only with others that predict values."""
+"""Maximum share left unexplained by an explanation that competes only with others that predict values."""
 _MAX_ROUNDS, _MAX_PARTS, _MAX_PLACES = 5, 3, 16
 
 
@@ -93,7 +93,7 @@ class CheckResult(Result):
 
     @property
     def has_few_tokens(self) -> bool:
-        """True if nothing was found, but too few tokens were compared to rule out more than gross errors."""
+        """True if nothing was found, but too few tokens were compared to rule out anything but gross errors."""
         return self.findings[0].code == "too_few"
 
     @property
@@ -359,7 +359,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _exactly_explained(data: PairData) -> list[Finding]:
-    """Return a formula that reproduces values scored by older weights, if any: other weights do not follow formulas."""
+    """Return an exact formula for the mismatch of older weights, if any. Different weights alone do not follow a formula."""
     older = data.within(data.updates_behind[data.seq] != 0)
     if older.num_kept < FEW or not is_excessive(older):
         return []
@@ -370,9 +370,9 @@ def _exactly_explained(data: PairData) -> list[Finding]:
 
 
 def _is_learned(data: PairData, finding: Finding) -> bool:
-    """Return True if the updates themselves can cause what a formula explains: a sharper policy looks like a temperature
-    if pass a's logits grow with each update by at least a quarter of the factor found, and an unknown unit is learned if
-    rows scored with equal weights do not show it."""
+    """Return True if the updates themselves can cause what a formula explains: a temperature, if pass a's logits grow with
+    the updates by at least a quarter of the factor found (the policy gets sharper), and an unknown unit, if rows scored
+    with equal weights do not show it."""
     if finding.numbers.get("unit") in ("curve", "factor", "floor"):
         fresh = data.within(data.updates_behind[data.seq] == 0)
         return fresh.num_kept >= FEW and not is_excessive(fresh)
@@ -421,7 +421,7 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
-    """Append the findings in `more` whose code or cause is new. Findings that only show once the fault `behind` is
+    """Append the findings in `more` whose code or cause is new. Findings that only appear once the fault `behind` is
     corrected get no command, because commands read the uncorrected trace."""
     known = {(each.code, each.cause) for each in found}
     more = [each for each in more if (each.code, each.cause) not in known]
@@ -510,7 +510,7 @@ def _without(data: PairData, found: Sequence[Hypothesis | Finding]) -> PairData:
 def _is_told(data: PairData, place: Where) -> bool:
     """Return True if rounding explains the mismatch outside a place, but not the mismatch inside it.
 
-    Rounding does not depend on a writer, contract or setting, so there, three times the mismatch outside is enough.
+    Rounding does not depend on a writer, contract or setting, so for these, three times the mismatch outside is enough.
     """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:

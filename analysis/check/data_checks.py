@@ -133,7 +133,7 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _are_excluded(run: DataRows, lost: np.ndarray) -> bool:
-    """Return True if rows with a `lost` reward ([N] bool) do not train, and the rest of their groups does."""
+    """Return True if training excludes the rows with a `lost` reward ([N] bool), but not the rest of their groups."""
     cell = run.cell
     trains = (run.rows["loss_length"] > 0) & (np.nan_to_num(run.rows["advantage"], nan=1.0) != 0)
     reward = np.where(lost, 0.0, run.rows["reward"])
@@ -160,7 +160,7 @@ def _nan_source(run: DataRows, lost: np.ndarray) -> str:
 
 
 def _turns(run: DataRows) -> Iterator[DataFinding]:
-    """Find turns whose advantage differs from a later turn's, although only the last turn has a reward, or all the same."""
+    """Find turns whose advantage differs from a later turn's, although only the last has a reward, or all have the same."""
     row, later = run.continued
     reward = np.nan_to_num(run.rows["reward"])
     if run.is_per_token or (reward[row].any() and not np.array_equal(reward[row], reward[later])):
@@ -190,7 +190,7 @@ def _stuck(run: DataRows, rewards: np.ndarray) -> tuple[np.ndarray, bool] | None
 
 
 def _rewards(run: DataRows) -> Iterator[DataFinding]:
-    """Find rewards that are constant, or constant within groups, from some step on, and failed rollouts that train."""
+    """Find rewards that are constant, overall or within groups, from some step on, and failed rollouts in the loss."""
     rewards, at = run.rows["reward"], run.at
     known = np.isfinite(rewards)
     if not known.any():
@@ -338,7 +338,7 @@ def _texts(run: DataRows) -> Iterator[DataFinding]:
             return 0.0, len(rows)
         left, every = y.copy(), np.ones(len(rows), bool)
         for part, other in ((is_odd, ~is_odd), (~is_odd, is_odd)) if is_held_out else ((every, every),):
-            x_x, x_y = own[other].T @ own[other], own[other].T @ y[other]  # faster to solve than the rows themselves
+            x_x, x_y = own[other].T @ own[other], own[other].T @ y[other]  # faster to solve than one equation per row
             left[part] -= own[part] @ np.linalg.lstsq(x_x, x_y, rcond=1e-10)[0]
         return 1 - float(left @ left / (y @ y)), len(rows)
 
@@ -377,7 +377,7 @@ _SHUFFLE = r"^(?!.*(actor|critic|policy|batch|val|eval|test)).*shuffle"
 
 
 def _restarts(run: DataRows) -> Iterator[DataFinding]:
-    """Find steps that all have the same prompts, epochs that are not shuffled, and resumed attempts that start again."""
+    """Find steps that all have the same prompts, epochs that are not shuffled, and resumed attempts that start over."""
     prompt = run.rows["prompt"]
     if not prompt.all():
         return
@@ -415,7 +415,7 @@ _DECLARED = {
     "prompts": r"max_prompt_(length|len|tokens)", "responses": _LIMIT,
     "rows": r"num_generations(_per_prompt)?|(num_|n_)?samples_per_prompt|n_samples|group_size|rollouts_per_(example|prompt)|rollout[./]n",
 }  # fmt: skip
-"""What rows show -> the last part of the names under which frameworks set it."""
+"""Quantity in the rows -> pattern for the last part of its name in frameworks' settings."""
 _NOT_TRAINING = r"^(?!.*(^|[./_])(val|eval|test|valid|teacher|distil\w*|draft|reward|rm[./_]|judge|grader|verifier|critic|simulat|quant|awq|gptq|generation_config))"
 _MASKS_CUT = r"(^|[./])(mask_truncated\w*|(apply_)?overlong_filter(ing)?|(filter|exclude)_truncated(?!\w*prompt)\w*)$"
 _SEVERAL = 3
@@ -440,7 +440,7 @@ def _cut_prompts(run: DataRows) -> Iterator[DataFinding]:
     of_prompts = length[np.unique(run.rows["prompt"], return_index=True)[1]]
     for setting, limit in run.numbers(rf"{_NOT_TRAINING}.*(^|[./])({_DECLARED['prompts']})$").items():
         at_limit = of_prompts == limit
-        # Other lengths are as frequent as the neighbouring ones.
+        # Without truncation, the limit is about as frequent as the lengths just below it.
         near = (of_prompts >= 0.9 * limit) & ~at_limit
         if at_limit.sum() >= 8 and at_limit.mean() >= 0.1 and near.sum() < at_limit.sum() and not at_limit.all():
             numbers: dict[str, Any] = {"setting": setting, "limit": limit, "notice": True}
@@ -449,7 +449,7 @@ def _cut_prompts(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
-    """Compare settings with sampling columns and group sizes, if both are the same in the whole run."""
+    """Compare settings with sampling columns and group sizes, if both are constant throughout the run."""
     given = {name: run.numbers(rf"{_NOT_TRAINING}.*(^|[./])({pattern})$") for name, pattern in _DECLARED.items()}
     given = {name: each for name, each in given.items() if len({*each.values()}) == 1}
     if not given:
@@ -462,7 +462,7 @@ def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     if has_turns:  # one of them may limit a turn, the other all turns
         shown["max_tokens"] = np.full(len(run.at), np.nan)
     lengths = {"responses": run.rows["length"], "prompts": run.rows["prompt_length"]}
-    if np.isfinite(shown["max_tokens"]).any():  # then, `limit_exceeded` compares it with the lengths
+    if np.isfinite(shown["max_tokens"]).any():  # `limit_exceeded` then compares it with the lengths
         given.pop("responses", None)
     for name, settings in given.items():
         (key, declared), *_ = settings.items()
@@ -502,7 +502,7 @@ def _has_turns(run: DataRows) -> bool:
 
 
 def _are_centred(run: DataRows) -> bool:
-    """Return True if the advantages of nearly all groups have the mean 0, as those of complete groups do."""
+    """Return True if the advantages of nearly all groups have mean 0, as in complete groups."""
     advantage, size = run.rows["advantage"], rms_of(run.cell, run.rows["advantage"])
     known = np.isfinite(size) & (size > 0)
     return bool(known.any() and (np.abs(mean_of(run.cell, advantage)) < CLOSE * size)[known].mean() > 0.95)
@@ -511,7 +511,7 @@ def _are_centred(run: DataRows) -> bool:
 def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     """Compare settings that leave out truncated rows or groups with equal rewards with the rows in the loss."""
     rows, advantage = run.rows, run.rows["advantage"]
-    # Rows without an advantage do not train, if others have one.
+    # If other rows have an advantage, rows without one are not in the loss.
     in_loss = (rows["loss_length"] > 0) & (np.isfinite(advantage) | ~np.isfinite(advantage).any())
     cut = in_loss & (advantage != 0) & (run.ended == "length")
     if (setting := run.switched_on(_MASKS_CUT)) and cut.sum() >= _SEVERAL:
@@ -640,7 +640,7 @@ _OTHER_WEIGHTS = 0.2
 
 
 def _reference(run: DataRows) -> Iterator[DataFinding]:
-    """Find passes other than train and rollout that belong to other tokens, other settings or changing weights."""
+    """Find passes, except train and rollout, with values of other tokens, other settings or changing weights."""
     passes = scored_passes(run.database)
     for name in passes if TRAIN in passes else ():
         if name in (TRAIN, ROLLOUT) or name.startswith(REPLAY_PREFIX):
@@ -655,15 +655,15 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
         for step, size in run.database.connection.execute(_AT_START).fetchall() if name == REFERENCE else ():
             if (size or 0.0) > _OTHER_WEIGHTS and not moved:
                 data = _other_pass(run.database, name, f"{step}:{step}")
-                what, text = "other weights or inputs", _WEIGHTS + _place_text(run, data)
+                what, text = "different weights or inputs", _WEIGHTS + _place_text(run, data)
                 for each in find_temperature(data):
-                    what, text = "other temperature", f"because {TEMPERATURE.sentence(each.finding)}"
+                    what, text = "a different temperature", f"because {TEMPERATURE.sentence(each.finding)}"
                 find = partial(run.find, name=name, what=what, when="before the first update, ", explanation=text)
                 yield from find("reference_apart", run.at >= 0, notice=True, size=size)
 
 
 def _other_computation(run: DataRows, data: PairData) -> Iterator[DataFinding]:
-    """Find a pass of the loss (`current`) that differs from train at each row, although no update precedes a step's
+    """Find a pass of the loss (`current`) that differs from train in every row, although no update precedes a step's
     first batch: a temperature or filter that only one of them applies, or random operations."""
     data = data.within(data.updates_behind[data.seq] == 0)
     if data.num_kept < FEW or level(data) <= allowed_noise(data):
@@ -676,7 +676,7 @@ def _other_computation(run: DataRows, data: PairData) -> Iterator[DataFinding]:
         what, text = best.finding.title, evidence_text(best.finding)
     elif np.nanmin(off) > allowed_noise(data) and is_whole and not_repeatable(data) == "b":
         what = "random noise"
-        text = f"its logprobs of the same token with the same prefix differ within a step by {repeats(data).b:.2g} nats (rms, in the logit), those of train by {repeats(data).a:.2g}, so a random operation, such as dropout, is active in the loss's forward"
+        text = f"its logprobs of the same token with the same prefix differ within a step by {repeats(data).b:.2g} nats (rms, in the logit), and train's by {repeats(data).a:.2g}, so a random operation, such as dropout, is active in the loss's forward pass"
     else:
         return
     is_certain = best is not None and not (data.sample.a.versions - data.sample.b.versions).filled(1).any()
@@ -689,7 +689,7 @@ _SYNCED = r"(sync|update|reset|refresh|replace|ema|moving)_?(ref|teacher)|ref\w*
 
 
 def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
-    """Find a reference or teacher whose weights change, unless a setting says so."""
+    """Find a reference or teacher whose weights change although no setting says so."""
     found = movement(data.sample, np.flatnonzero(data.keep), data.b, allowed_noise(data))
     if run.setting(_SYNCED, r"^(?!(false|none|null|no|off|0(\.0)?|-1)?$)"):
         return
@@ -698,23 +698,23 @@ def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[Data
         return
     pair = _compared(run)
     if pair is not None and pair.num_kept and np.median(logit_error(pair)) > allowed_noise(pair):
-        return  # what the trainer computes may depend on the other rows of a batch
+        return  # the trainer's values may depend on the other rows in the batch
     steps, known = data.sample.steps[data.seq], np.unique(data.sample.steps)
-    text = "so it is updated, or loaded anew, during the run"
+    text = "so it is updated or reloaded during the run"
     if name != REFERENCE:  # a teacher's prompt may contain a hint, such as a solution
-        text = "so it is updated or loaded anew during the run, or reads a context that is not recorded"
+        text = "so it is updated or reloaded during the run, or reads a context that is not recorded"
     if np.median(logit_error(data)[steps >= found.since]) < found.size / 10:
-        text = "and it equals train there up to rounding, so it is the policy itself, and the KL to it vanishes"
+        text = "and then equal train's up to rounding, so it is the policy itself, and the KL to it is about 0"
     numbers: dict[str, Any] = {"num_tokens": found.tokens, "size": found.size, "explanation": text}
     yield from run.find("reference_changes", known >= found.since, known, name=name, notice=True, **numbers)
 
 
 _FAR = 5.0
-"""Minimum ratio of an earlier distance to the reference to rounding."""
+"""Minimum factor by which an earlier distance to the reference exceeds rounding."""
 
 
 def _replaced_reference(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
-    """Find a step at which a reference equals the policy again up to rounding, although it was far from it."""
+    """Find a step at which a reference equals the policy again up to rounding, after being far from it."""
     step, at = np.unique(data.sample.steps[data.seq], return_inverse=True)
     size, rounding = np.sqrt(np.bincount(at, data.d**2) / np.bincount(at)), allowed_noise(data)
     before = np.maximum.accumulate(np.r_[0.0, size])[:-1]
@@ -725,7 +725,7 @@ def _replaced_reference(run: DataRows, name: str, data: PairData) -> Iterator[Da
 
 
 def _versions(run: DataRows) -> Iterator[DataFinding]:
-    """Find versions that are not those of the weights, an engine without updates, and sampling settings not applied."""
+    """Find versions that do not match the weights, an engine without updates, and sampling settings not applied."""
     if run.sample is None or (data := _compared(run)) is None:
         return
     if text := unapplied_setting(data):
@@ -747,12 +747,12 @@ _WEIGHTS = "so the reference's weights are not the initial policy's, for example
 
 
 def _version_text(side: PassSample, steps: np.ndarray) -> str:
-    """Describe what is wrong with versions that are not those of the weights."""
+    """Describe what is wrong with policy versions that do not match the weights."""
     newest = [side.versions[steps == step].max() for step in np.unique(steps)]
     newest = [each for each in newest if each is not np.ma.masked]
     if any(later < earlier for earlier, later in itertools.pairwise(newest)):
-        return "the version began anew, as after a resume, and no longer identifies the weights"
-    return "the recorded version does not grow with the weights, or is counted in another way than the other pass's"
+        return "the version restarted, as after a resume, so it no longer identifies the weights"
+    return "the recorded version does not increase with each update, or is counted differently from the other pass's"
 
 
 def _compared(run: DataRows) -> PairData | None:
@@ -805,7 +805,7 @@ def _moved(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
 
 
 def _place_of(data: PairData) -> tuple[str, str, float] | None:
-    """Describe how the other pass's values are misplaced, if they are: in short, in full, and the mean |d| (nats)."""
+    """Describe how the other pass's values are misplaced, if they are: a short and a full description, and the mean |d| (nats)."""
     size = float(np.abs(data.d).mean())
     if size < MIN_OFF_NATS or pearson(data.a, data.b) > 0.5:
         return None
@@ -937,7 +937,7 @@ _PENALTY = re.compile(r"(?i)penal|overlong|repeti")
 
 
 def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
-    """Find reward functions that count masked tokens, treat truncated rows alike, or alone keep groups from a filter."""
+    """Find reward functions that count masked tokens, value truncated rows equally, or alone keep groups past a filter."""
     names, parts, _ = run.parts
     length, loss_length = (np.nan_to_num(run.rows[name][rows]).astype(int) for name in ("length", "loss_length"))
     ended, cut = (run.ended[rows] == name for name in ("stop", "length"))
@@ -973,7 +973,7 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
         if of_length and has_tools.sum() >= 10 and not is_function_of(loss_length):
             yield from run.find("rewards_count_masked", known & has_tools, rows=rows, name=name, notice=True)
         same = known & cut
-        # A penalty on the length is meant for truncated responses, and a reward for the right answer is seldom given.
+        # A length penalty is meant for truncated responses, and these seldom earn the reward for the right answer.
         if of_length or deviation == max(varies) or min(same.sum(), ended.sum()) < 8:
             continue
         value = float(values[same][0])
@@ -1031,7 +1031,7 @@ def _normalised_apart(run: DataRows, step: np.ndarray, row: np.ndarray, a: np.nd
     unit = np.fmin(np.abs(spread - 1), np.abs(spread * np.sqrt(num / np.maximum(num - 1, 1)) - 1))
     asked, is_normal = (num > 2) & (np.abs(mean) + spread > TINY), (np.abs(mean) < 1e-3) & (unit < 1e-3)
     if (asked & is_normal).sum() > 0.95 * asked.sum() >= 20:
-        text = ": each row's have the mean 0 and the standard deviation 1, as if they were normalised within the row, which removes its reward"
+        text = ": in each row, they have mean 0 and standard deviation 1, as if they were normalised within the row, which removes its reward"
         yield from run.find("advantages_vary", asked & is_normal, step[first], explanation=text)
         return
     # The first token whose value differs from the row's first value, if it directly follows tokens with that value.
@@ -1042,7 +1042,7 @@ def _normalised_apart(run: DataRows, step: np.ndarray, row: np.ndarray, a: np.nd
     if known.sum() > max(20, 0.5 * len(known)):
         fit = exact_fits(a[second][known], a[first][known, None], np.unique(step[first][known], return_inverse=True)[1])
         if fit.fits.sum() >= max(3, 0.95 * len(fit.fits)) and np.ptp(fit.slopes[fit.fits]) > 1e-3:
-            text = ": at each step, one linear function gives the values of all rows' later tokens from those of their first ones, as if parts of rows, such as those of context-parallel ranks, were normalised by themselves"
+            text = ": at each step, the values of later tokens are the same linear function of the first tokens' values in all rows, as if parts of rows, such as context-parallel shards, were normalised separately"
             yield from run.find("advantages_vary", known, step[first], explanation=text, notice=True)
 
 
@@ -1052,7 +1052,7 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
     known = np.isfinite(reward) & np.isfinite(run.rows["advantage"]) & (length > 0)
 
     def related(chosen: np.ndarray, reward: np.ndarray = reward) -> tuple[float, float]:
-        """Return the correlation of rewards with last or mean advantages within steps, and the largest one by chance."""
+        """Return the correlation of rewards with last or mean advantages within steps, and the largest expected by chance."""
         chosen = np.flatnonzero(chosen & np.isfinite(reward))
         values = (each[chosen] for each in (reward, run.rows["outcome"], run.rows["advantage"]))
         r, *others = (each - mean_of(at[chosen], each) for each in values)

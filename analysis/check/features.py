@@ -82,7 +82,7 @@ def _certainty(score: float) -> float:
 
 def fades(data: PairData, inside: np.ndarray) -> tuple[float, float]:
     """Return by how much the log of the mismatch at `inside` ([K] bool) drops from the first to the last third of a
-    response (the effect of another prompt fades, that of other weights hardly does), and the same in standard errors."""
+    response (another prompt's effect fades, other weights' hardly does), and the same in standard errors."""
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
     along = data.position / np.maximum(data.sample.lengths[data.seq], 1)
@@ -255,8 +255,8 @@ class Movement(NamedTuple):
 def movement(
     sample: Sample, at: np.ndarray, logprobs: np.ndarray, least: float, versions: np.ndarray | int = 0
 ) -> Movement | None:
-    """Return how far the weights move that give the tokens `at` ([K] indices) their `logprobs` [K]: by how much these
-    change from step to step for the same token, prefix and, if given, policy version ([K]).
+    """Return how far the weights behind the `logprobs` [K] of the tokens `at` ([K] indices) move: by how much logprobs of
+    the same token, prefix and, if given, policy version ([K]) change from step to step.
 
     None if the change is at most `least` nats or not clearly larger than within a step, if fewer than MIN_REPEATS tokens
     repeat, or if a prompt repeats an id 16 times, as placeholders do, because equal ids may then stand for different images.
@@ -285,8 +285,8 @@ def movement(
 
 @once
 def wrong_versions(data: PairData) -> tuple[str, Movement] | None:
-    """Return the side, `a` or `b`, whose policy version is not that of its weights: the passes agree, but the same token,
-    prefix and version have other logprobs at other steps, in one pass or between the two. None if there is none."""
+    """Return the side, `a` or `b`, whose policy version does not match its weights: the passes agree, but the same token,
+    prefix and version have different logprobs at different steps, in one pass or between the two. None if both match."""
     if not data.num_kept or np.median(logit_error(data)) > allowed_noise(data):
         return None
     at, values = np.flatnonzero(data.keep), {"a": data.a, "b": data.b}
@@ -542,7 +542,7 @@ def probabilities(data: PairData) -> dict[str, float]:
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the REASONS that best separate `kind` from others: the feature, its value, and if it is above the mean."""
+    """Return the REASONS that best separate `kind` from others: the feature, its value, and whether it is above the mean."""
     fitted, measured = model(), features(data)
     at, away = fitted.kinds.index(kind), fitted.distances(measured)
     others = np.array([probabilities(data)[name] * (name != kind) for name in fitted.kinds])

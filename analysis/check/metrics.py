@@ -22,8 +22,8 @@ from .advantages import CLOSE, TINY, DataRows, count_of, mean_of
 from .finding import DataFinding
 
 _EXACT, _SCALED = 1e-4, 1e-3
-"""Largest error of an average that is reported, relative to the logged values: of rows' values as they are, and times a
-constant or of values that another forward pass may have computed."""
+"""Largest error of a reported average, relative to the logged values: for rows' values as recorded, and for multiples of
+them or values that another forward pass may have computed."""
 _FIT = 0.05
 """Largest error relative to the logged values' standard deviation, so that the average follows their changes."""
 _MOST_TIMES = 128
@@ -47,7 +47,7 @@ _EVALUATED = r"^(eval|val|valid|validation|test)[-_/].*(reward|score|acc|pass@|m
 _LEARNING_RATE = r"(^|[/_])(lr|learning_rate)$"
 _SCHEDULED = r"(^|[/_])(lr|learning_rate|kl_coef|entropy_coeff?)($|[/_-])"
 _TRAJECTORIES = "the mean over trajectories"
-_IN_LOSS, _WHOLE = "the mean of the number of tokens in the loss", "the mean of prompt and response"
+_IN_LOSS, _WHOLE = "the mean number of tokens in the loss", "the mean length of prompt and response"
 _Logged = dict[str, dict[int, float]]
 """Metric -> step -> value."""
 
@@ -60,7 +60,7 @@ class _Average(NamedTuple):
     kind: str = "right"
     """`right`, or, if a metric should not be this average, `wrong`, or `notice` if that may be intended."""
     error: np.ndarray | None = None
-    """[R] or [S] largest likely distance of the average over other rows. None if only exact values are compared."""
+    """[R] or [S] largest likely distance from the average over other rows. None if only exact values are compared."""
 
 
 class _StepRows:
@@ -90,7 +90,7 @@ class _StepRows:
 
     @cached_property
     def subsets(self) -> list[tuple[str, np.ndarray, str]]:
-        """Rows over which a mean may have been taken instead of all: description, rows ([N] bool), and kind."""
+        """Rows over which a mean may have been taken instead of all rows: description, rows ([N] bool), and kind."""
         index = np.arange(len(self.at))
         first, place = np.isin(index, np.unique(self.cell, return_index=True)[1]), index - self.starts[self.at]
         ended, size = self.run.ended[self.kept], self.size
@@ -159,14 +159,14 @@ class _StepRows:
         return np.bincount(self.tokens["row"], np.where(np.isfinite(values) & inside, values, 0.0), len(self.at))
 
     def of_tokens(self, values: np.ndarray, error: str = "", of_all: str = "notice") -> Iterator[_Average]:
-        """Yield averages of tokens' values ([T]), NaN where missing, and that over masked tokens too, of kind `of_all`."""
+        """Yield averages of `values` ([T], NaN where missing), and one of kind `of_all` that includes masked tokens."""
         known, counts = 1.0 * np.isfinite(values), self.tokens["counts"]
         yield from self.averages(self.sum(values, counts), self.sum(known, counts), tokens=True, error=error)
         if not counts.all():
             num = self.sum(known)
             for of, total, kind in (
-                ("the mean over all tokens, masked ones too", self.sum(values), of_all),
-                ("the sum over the loss tokens divided by the number of all tokens, masked ones too", self.sum(values, counts), "wrong"),
+                ("the mean over all tokens, including masked ones", self.sum(values), of_all),
+                ("the sum over the loss tokens divided by the number of all tokens, including masked ones", self.sum(values, counts), "wrong"),
             ):  # fmt: skip
                 yield _Average(of, self.mean(total / np.maximum(num, 1), num), kind)
 
@@ -196,7 +196,7 @@ def _reward(rows: _StepRows, match: re.Match[str]) -> _Averages:
     yield from _scaled(rows, rows["reward"], rows.run.numbers(_SCALE).values())
     names, parts, _is_given = rows.run.parts
     of_parts = {"the reward functions' unweighted sum": parts.sum(axis=1)} | dict(zip(names, parts.T, strict=True))
-    # Rewards that are called raw need not be weighted or shaped.
+    # Metrics with such names may be averages of unweighted or unshaped rewards.
     kind = "notice" if re.search("raw|task|score", match[0]) else "wrong"
     for of, part in of_parts.items() if len(names) > 1 else ():
         is_named = re.search(rf"(^|[/_]){re.escape(of)}s?($|[/_])", match[0])
@@ -229,8 +229,8 @@ def _length(rows: _StepRows, match: re.Match[str]) -> _Averages:
     yield from rows.of_rows(rows.length, "rows")
     inside, last = rows["loss_length"], 1.0 * ~np.isin(rows.kept, rows.run.continued[0])
     for each in (rows.length, inside) if not last.all() else ():
-        yield _Average("the mean of each trajectory's number of tokens", rows.mean(each) / rows.mean(last))
-    # Tokens outside the loss, such as tool output, need not count, but a row that is masked as a whole has a length.
+        yield _Average("the mean number of tokens per trajectory", rows.mean(each) / rows.mean(last))
+    # Tokens outside the loss, such as tool output, need not count, but a fully masked row still has a length.
     is_whole = (inside == 0).sum() >= 3 and not (inside != rows.length)[inside > 0].any()
     yield _Average(_IN_LOSS, rows.mean(inside), "notice" if is_whole else "right")
     both, kind = rows.mean(rows.length + rows["prompt_length"]), "right" if match["whole"] else "wrong"
@@ -246,12 +246,12 @@ def _advantage(rows: _StepRows, match: re.Match[str]) -> _Averages:
             yield _Average(f"the {figure}imum over the rows", extreme.reduceat(values, rows.starts))
         return
     yield from rows.averages(np.nan_to_num(advantage) * inside, inside, tokens=True, error="rows")
-    yield _Average("the mean over all tokens, masked ones too", rows.mean(np.nan_to_num(advantage), rows.length))
+    yield _Average("the mean over all tokens, including masked ones", rows.mean(np.nan_to_num(advantage), rows.length))
 
 
 def _divergence(rows: _StepRows, _: re.Match[str], a: str, b: str) -> _Averages:
-    """Yield averages of the usual estimators of KL(a || b), with a coefficient where one is recorded, or, between train
-    and rollout, of other differences as well."""
+    """Yield averages of the usual estimators of KL(a || b), times the coefficient if one is recorded, and, between train
+    and rollout, averages of other differences."""
     tokens = rows.tokens
     for side in [each for each in dict.fromkeys((a, *([CURRENT] if b == "reference" else []))) if each in tokens]:
         d = np.clip(tokens[side] - tokens[b], -20, 20)
@@ -298,7 +298,7 @@ def _loss(rows: _StepRows, _: re.Match[str]) -> _Averages:
     for each in (terms, *([terms + loss.kl_coefficient * (np.exp(-d) - 1 + d)] if loss.kl_coefficient else [])):
         found = [*rows.of_tokens(each)]
         sums = rows.mean(rows.sum(each, tokens["counts"])) / (loss.max_tokens or np.nan)
-        found += [_Average("the sum per row over the longest length", sums)] if loss.aggregation == "constant" else []
+        found += [_Average("each row's sum over the longest length", sums)] if loss.aggregation == "constant" else []
         # If all rows have the same weight, the mean is 0 by construction.
         least = 1e-3 * float(np.sqrt(np.nanmean(each * each)))
         yield from (average for average in found if np.nanmax(np.abs(average.values), initial=0.0) > least)
@@ -323,8 +323,8 @@ _QUANTITIES: tuple[tuple[str, Callable[[_StepRows, re.Match[str]], _Averages], t
     (r"(^|/)(clip_ratio/((?P<side>low|high)_mean|region_mean)|pg_clipfrac|ppo_clip_ratio|(update/)?clip_ratio/avg)$", _clipped, ("current", "train", "rollout")),
     (_OF_ACTOR + r"(loss(/mean)?|(pg|policy)_loss|actor_loss/avg)$", _loss, ("train", "current", "rollout", "reference")),
 )  # fmt: skip
-"""Names under which frameworks log a quantity (a regular expression), its averages, and the passes that these read
-(`entropy`: that of train), the first of which must have been recorded. One search explains the metrics of them all."""
+"""Regular expression for the names under which frameworks log a quantity, its averages, and the passes that these read
+(`entropy`: train's entropy). The first pass must have been recorded."""
 
 
 class _Series(NamedTuple):
@@ -421,8 +421,8 @@ def _series(given: list[_Average], steps: np.ndarray, logged: dict[int, float], 
 def _compare(
     names: dict[str, list[_Average]], steps: np.ndarray, logged: _Logged, needs: tuple[str, ...], *, is_moved: bool = False
 ) -> Iterator[_Contradiction]:  # fmt: skip
-    """Compare metrics with their nearest right averages, and find out which other averages they are. With `is_moved`,
-    they may be those of another step."""
+    """Compare metrics with their nearest right averages, and find out which other averages they equal. With
+    `is_moved`, also try averages of neighbouring steps."""
     found = {
         (name, by): series for name, averages in names.items() for by in ((0, 1, -1) if is_moved else (0,))
         if (series := _series(averages, steps, logged[name], by)) is not None
@@ -459,8 +459,8 @@ def _numbers(name: str, logged: float, recorded: float, step: int) -> dict[str, 
 
 
 def _extremes(logged: _Logged, names: dict[str, list[_Average]], rows: _StepRows) -> Iterator[_Contradiction]:
-    """Compare logged extremes with those of the rows at each step and since the previous logged value, and with those
-    of the groups' means, which prime-rl logs, if the logged mean is that of all rows."""
+    """If the logged mean covers all rows, compare logged extremes with those of the rows at each step and since the
+    previous logged value, and with those of the groups' means, which prime-rl logs."""
     for name, (kind, extreme) in itertools.product(names, (("min", np.fmin), ("max", np.fmax))):
         series = _series(names[name], rows.steps, logged[name], 0)
         if series is None or series.off.any() or series.is_sample or "mean" not in name:
@@ -488,7 +488,7 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
     values seem to be averages over other rows."""
     ends, distance = _distance(value, mean)
     off = distance > max(1e-3 * np.abs(mean).max(), TINY * errors.max())
-    # Where all rows have the same value, so do others.
+    # If all rows of a step have the same value, probably so do the rows that were not read.
     judged = off[errors[ends] > 0] if errors[ends].any() else off
     at_end, most = bool(judged[judged.argmax() :].all()), 2 * int(judged.sum()) >= len(judged)
     is_sample = most and not (at_end and judged.argmax() >= 2)
@@ -556,7 +556,7 @@ def _average_of(
 
 
 def _totals(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
-    """Find logged losses that are the sum of their logged terms with other coefficients than the settings'."""
+    """Find logged losses that are the sum of their logged terms, but with different coefficients from the settings."""
     for name in (each for each in logged if re.search(r"(^|/)(total_|final_|actor_)?loss$", each)):
         own = re.escape(name.rpartition("/")[0] + "/" * ("/" in name))
         patterns = ("(pg|policy)_loss", "kl_loss", "entropy(_loss)?")
@@ -602,7 +602,7 @@ def _evaluations(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
 
 
 def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:
-    """Find schedules that a resumed attempt begins anew: its values are those from the run's first step on. Find learning
+    """Find schedules that restart in a resumed attempt: their values repeat those from the run's first step on. Find learning
     rates that reach 0 before the last tenth of the run."""
     known = attempts(run.database)
     for name in filter(re.compile(_LEARNING_RATE).search, logged):

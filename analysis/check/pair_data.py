@@ -308,7 +308,7 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the `width` of the pass where it is smaller (nats). The result is at least 1."""
+    """Return the smaller of the two passes' `width`s (nats), or 1 if that is larger."""
     compared = data.sample.compared
     sides = (data.sample.a, data.sample.b) if compared.any() else ()
     return max(min((width(side.logprobs[compared]) for side in sides), default=0.0), 1.0)
@@ -371,7 +371,7 @@ def level(data: PairData) -> float:
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
     """Infer the logits' dtype from logprob differences within one context, which equal the logits' differences. None if
     there are too few. bfloat16 logits above 1 are multiples of 2^-7, and a temperature divides this spacing."""
-    # Small differences are always near a grid point, and large ones have too large rounding errors of their own.
+    # Small differences are always near a grid point, and the rounding errors of large ones are too large.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
     if len(difference) < 6:
         return None

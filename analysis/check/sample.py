@@ -34,7 +34,7 @@ MAX_SAMPLED_TOKENS = 100_000
 UNSAMPLED_NATS = -3.0
 """Logprob + entropy (nats) below which a token is unlikely. At most 5% of sampled tokens are below it."""
 MIN_UNSAMPLED_RUN = 4
-"""Minimum number of consecutive unlikely tokens that were not sampled. In healthy runs, under 2% of rows reach it."""
+"""Minimum number of consecutive unlikely tokens that count as not sampled. In healthy runs, under 2% of rows reach it."""
 CHANCE = np.log(1e-6)
 """Log probability below which chance does not explain a pattern."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
@@ -112,7 +112,7 @@ class PassSample:
     is_null: np.ndarray
     """[N] bool: True where no logprob was recorded."""
     entropy: np.ndarray | None
-    """[N] float64 (nats), NaN where missing. None if no entropy is finite, or if they are other tokens'."""
+    """[N] float64 (nats), NaN where missing. None if no entropy is finite, or if they belong to other tokens."""
     share_lost: float
     """Share of the loss tokens' recorded entropies that are not finite, or impossible given the token's logprob."""
     versions: np.ma.MaskedArray
@@ -224,13 +224,13 @@ def _followed(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def run_lengths(flags: np.ndarray, seq: np.ndarray, counted: np.ndarray | None = None) -> np.ndarray:
-    """Return how many tokens, or `counted` tokens, each token's run of equal `flags` within its sequence has, [N]."""
+    """Return the number of tokens, or of `counted` tokens, in each token's run of equal `flags` within its sequence, [N]."""
     run = np.cumsum(np.r_[True, (np.diff(flags) != 0) | (np.diff(seq) != 0)]) - 1
     return np.asarray(np.bincount(run, counted)[run])
 
 
 def template_tokens(sample: Sample, side: PassSample) -> np.ndarray:
-    """Return [N] bool: tokens in the loss that a chat template inserted instead of `side` sampling them. They have no
+    """Return [N] bool: tokens in the loss that a chat template inserted, so `side` did not sample them. They have no
     logprob, adjoin tokens outside the loss that have none either, and share a few ids that are rare elsewhere."""
     null, ids = side.is_null, sample.tokens
     missing = sample.mask & null
@@ -254,15 +254,15 @@ def in_lower_case(finish_reasons: Iterable[str | None]) -> np.ndarray:
 
 
 _IMPOSSIBLE_NATS, _MOST_IMPOSSIBLE = 0.02, 0.01
-"""Distance from the possible entropies beyond rounding, and the largest share of such tokens by rounding."""
+"""Largest distance from the possible entropies, and largest share of tokens beyond it, that rounding can cause."""
 
 
 def unscaled_ratio(sample: Sample, side: PassSample) -> tuple[float, float]:
     """Return mean(-logprob) / mean(entropy), and the share of tokens whose logprob rules out their entropy, if `side`'s
     entropies ignore the recorded temperature of unfiltered samples, otherwise zeros.
 
-    The ratio is then below 1 at temperatures below 1, and above 1 otherwise. So it is if the logprobs ignore it, too, or
-    if a filter is not recorded, but then each logprob allows its entropy.
+    The ratio is then below 1 at temperatures below 1, and above 1 otherwise. The same holds if the logprobs
+    ignore it, too, or if a filter is not recorded, but then no logprob rules out its entropy.
     """
     recorded = {name: values[np.isfinite(values)] for name, values in sample.settings.items()}
     heat = recorded["temperature"]
@@ -369,7 +369,7 @@ def _side(
     least, most = _possible_entropy(logprobs, 2 * num_ids)  # the vocabulary may be larger
     is_low, is_possible = entropy < 0.99 * least - _IMPOSSIBLE_NATS, entropy <= 1.01 * most
     share_lost = float(np.mean((is_low | ~is_possible)[there])) if there.any() else 0.0
-    # A token whose logprob was lost has an entropy that is too large, but one that is too small is another token's.
+    # If a token's logprob was lost, its entropy is too large. An entropy that is too small belongs to another token.
     is_known = np.isfinite(entropy).any() and is_low[there].mean() <= MOST_LOST
     return PassSample(
         name=name, logprobs=logprobs, is_null=array_of(flat(table[side])[0].is_null()),
@@ -382,7 +382,7 @@ def _side(
 
 def _possible_entropy(logprobs: np.ndarray, num_ids: int) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each logprob, the smallest and the largest entropy (nats) that a distribution over `num_ids` ids can
-    have if one id has this logprob: the rest of the probability is that of one other id, or of all equally."""
+    have if one id has this logprob: the remaining probability belongs to one other id, or equally to all."""
     p = np.exp(np.minimum(logprobs, 0.0))
     rest = np.maximum(1 - p, 1e-12)
     least = -p * np.log(np.maximum(p, 1e-300)) - rest * np.log(rest)

@@ -67,7 +67,7 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
         unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
     compared = sample.compared
     if compared.any() and abs(np.mean(sample.d[compared])) > -0.2 * np.mean(engine.logprobs[compared]):
-        unlikely[:] = False  # the entropy may be that of another distribution
+        unlikely[:] = False  # the entropy may belong to another distribution
     template = template_tokens(sample, engine)
     missing = sample.mask & (certain | ~np.isfinite(engine.logprobs)) & ~template
     known = np.isfinite(other.logprobs) & sample.mask
@@ -142,7 +142,7 @@ def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.nd
 _LAG = r"max_(head_offpolicyness|off_?policy_steps|async_level|staleness(_steps)?|trajectory_age_steps|(policy_)?lag)$"
 _MOST_LATE = 0.05
 """Maximum share of rows beyond the limit in a healthy run. AReaL and SkyRL limit the number of running requests, so a
-slow one can exceed it."""
+slow request can exceed the limit."""
 
 
 def _beyond_lag(
@@ -163,7 +163,7 @@ def _beyond_lag(
 
 
 def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray) -> float:
-    """Return by how much `versions` grow when `others` grow by 1 ([S] each), if it is always the same and not 1, otherwise 0."""
+    """Return by how much `versions` grow when `others` grow by 1 ([S] each), if this is constant and not 1, otherwise 0."""
     known = (versions.filled(-1) >= 0) & (others.filled(-1) >= 0)
     pairs = np.unique(np.stack([others.data[known], versions.data[known]]), axis=1)
     if len(np.unique(pairs[0])) < 3:
@@ -175,7 +175,7 @@ def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray)
 
 
 _MAX_EXCESS = 0.3
-"""Largest mean of logprob + entropy (nats) of sampled tokens. That of a tool's tokens may vary too much to be told from 0."""
+"""Largest mean of logprob + entropy (nats) of sampled tokens. For a tool's tokens, it may be too noisy to tell from 0."""
 
 
 def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
@@ -190,7 +190,7 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     masked = ~_rows(sample, sample.mask) & (sample.lengths > 0)
     if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
         # Excluding truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
-        # It is a fault if finished rows are excluded by their end token. Others may be excluded by choice.
+        # Excluding finished rows by their end token is a fault. Others may be excluded by choice.
         final = sample.tokens[sample.starts[1:] - 1]
         ids = np.unique(final[masked & stopped])
         is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()
@@ -257,7 +257,7 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
 
 
 _ENDED = ("stop", "eos", "end_turn", "stop_sequence", "tool_calls", "tool_call", "tool_use", "function_call")
-"""Finish reasons of responses that the model ended. Others, such as `max_turns` or `abort`, tell nothing of the tokens."""
+"""Finish reasons of responses that the model ended. Others, such as `max_turns` or `abort`, say nothing about the tokens."""
 
 
 def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
@@ -310,7 +310,7 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
         other = stopped & (lengths > 0) & ~np.isin(last, run.end_ids) & sample.mask[final]
         # Stop strings end responses with a few other ids.
         if other.any() and np.unique(last[other], return_counts=True)[1].max() < 0.5 * other.sum():
-            text = f"{other.sum():,} marked 'stop' although they end with various tokens and not with an end token"
+            text = f"{other.sum():,} marked 'stop' although they end with various tokens instead of an end token"
             yield from find("finish_contradicts", other, least=int(max(8, 0.02 * stopped.sum())), explanation=text)
     known = [prompt or [] for prompt in sample.prompts]
     again = np.array([len(prompt) > 3 and prompt[0] == prompt[1] for prompt in known])
@@ -365,7 +365,7 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
     """Find entropies in bits or of another token or distribution. Correct entropies equal -logprob on average."""
     compared, every = sample.compared, np.ones(sample.num_sequences, bool)
     if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
-        return  # the entropies may be those of the other side's distribution
+        return  # the entropies may belong to the other side's distribution
     for side in (sample.a, sample.b):
         ratio, share = unscaled_ratio(sample, side)
         if ratio:

@@ -15,8 +15,8 @@ SUMMARY: Mapping[str, str] = {
     "no_change": "No series changed by {min_sd:g} or more standard deviations. Each is flat or follows a straight line.",
     "moved_first": "{onset} changed first{followers}.",
     "first_undecided": "Could not determine which series changed first: {onsets}.",
-    "fall": "{outcome} {verb} starting at step {step}{interval}, {before:.3g} to {after:.3g}. Find the cause with tim-trace "
-    "attribute.",
+    "fall": "{outcome} {verb} from {before:.3g} to {after:.3g}, starting at step {step}{interval}. Find the cause with "
+    "tim-trace attribute.",
     "later": "After the selected steps, {outcome} {verb} starting at step {step}.",
     "planned_change": "The {name} (a setting, not a measurement) changes at step {steps}.",
     "k3_doubles": "In the last third of the run, k3 doubles every {steps:.3g} steps.",

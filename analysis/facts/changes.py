@@ -183,7 +183,7 @@ def read_outcomes(database: Database, pair: Pair) -> tuple[Outcome, ...]:
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # An evaluation may have another scale than the rewards, e.g. a share of correct answers. It gets their floor only
+    # An evaluation may have a different scale from the rewards, e.g. a share of correct answers. It gets their floor only
     # if it has negative values.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(

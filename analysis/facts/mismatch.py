@@ -278,7 +278,7 @@ class EarlierWeights:
 def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | None:
     """From step `first` on, match the engine's prefix logprobs against the trainer's from earlier steps."""
     opening, step, sampled, trained = _first_of_step(rollouts)
-    # Match only prefixes at which engine and trainer differ, because only one of several replicas may lag.
+    # Match only prefixes where engine and trainer differ, because only one of several replicas may lag.
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
     starts = np.flatnonzero(np.r_[True, opening[1:] != opening[:-1]])
     since = starts[np.searchsorted(starts, np.arange(len(opening)), side="right") - 1] if len(starts) else starts

@@ -233,7 +233,7 @@ LAST_WORDS: dict[str, tuple[str, ...]] = {
 }
 
 _OF_OTHERS = re.compile(r"(^|[/._])(value|critic|kl|ref|reference|entropy|aux|balance|sft|reward_model|rm)[/._]")
-"""Name prefixes of losses other than the policy loss, and of its single terms."""
+"""Name prefixes of losses other than the policy loss, and of its individual terms."""
 
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite

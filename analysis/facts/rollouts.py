@@ -64,7 +64,7 @@ FARTHEST = 16
 OPENING = 3
 _ALONE = 0.5
 _MOST = 0.9
-"""Minimum share of responses that the end token ends, among uncut responses in the first fifth of the run."""
+"""Minimum share of responses that end with the end token, among uncut responses in the first fifth of the run."""
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Minimum number of pairs in a comparison, and of responses on each side of a step."""
 CERTAIN_LOGPROB = 1e-3

@@ -45,7 +45,7 @@ def certified(database: Database, file: str | os.PathLike[str]) -> Verdict:
     more = [f"and {len(deviations) - _SHOWN} more"] if len(deviations) > _SHOWN else []
     how = "; ".join(deviations[:_SHOWN] + more) or (
         f"pass {closest} has the certified settings, at most {found.max_batch} rows per batch and at most "
-        f"{found.max_length} tokens per prompt and response"
+        f"{found.max_length} tokens in prompt and response together"
     )
     return Verdict(
         condition=CERTIFICATE, metric=CERTIFICATE, value=float(len(deviations)), low=None, high=None, bound=None,

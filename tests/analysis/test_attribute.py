@@ -427,7 +427,7 @@ def test_rewards_in_random_rows_no_longer_depend_on_the_prompt(tmp_path):
 def test_rewards_that_check_finds_in_other_rows_count_for_misaligned_rows(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=FALLING, advantages_of=1)))
     assert evidence_of(found, "pairing")["data_fault"] > 1
-    assert "check finds a fault starting at step 1: rewards belong to other rows" in attribution_text(found)
+    assert "check finds a fault from step 1 on: rewards belong to other rows" in attribution_text(found)
 
 
 def test_rewards_that_check_finds_in_other_rows_are_told_without_a_drop(tmp_path):
@@ -654,7 +654,7 @@ def test_dynamics_and_attribute_report_one_onset_of_a_fall(tmp_path):
     assert moved.fall == fall
     onset = next(onset.change for onset in moved.onsets if onset.name == "reward")
     assert (onset.step, onset.low, onset.high) == (fall.step, *fall.interval)
-    assert any(f"collapses starting at step {fall.step}" in sentence for sentence in summary_sentences(moved))
+    assert any(f", starting at step {fall.step}" in sentence for sentence in summary_sentences(moved))
     assert dynamics(run, steps="1:90").fall == attribute(run, steps="1:90").fall is not None
     assert dynamics(run, steps="1:50").fall is attribute(run, steps="1:50").fall is None
 

@@ -916,7 +916,7 @@ EXPLAINED = {
     "nothing, divided": "nothing", "the sum of the group": "8 times the group's mean", "the group of the step before": "the previous step's group's mean",
     "a quarter without a baseline": "nothing", "all but the last row": "the mean of the group's first 7 rows", "the variance": "divided by the variance of the group's rewards",
     "the neighbour's deviation": "divided by the previous group's standard deviation", "a deviation plus 1 from 5": "divided by the group's standard deviation plus 0.935",
-    "shuffled groups": "are no function of the recorded rewards", "squares": "rise with the rewards, but not in proportion",
+    "shuffled groups": "are not a function of the recorded rewards", "squares": "rise with the rewards, but not in proportion",
     "advantages sample-major": "advantages in sample-major order", "advantages shuffled from 4": "advantages of the same step in another order", "maximum and a margin": "the group's maximum",
     "neighbours of other prompts": "the mean of 8 neighbouring rows", "absolute values": "absolute values",
     "advantages of the next row": "advantages moved by -1 rows",
@@ -1010,7 +1010,7 @@ def test_entropies_of_samples_with_a_filter_that_is_not_recorded_are_no_fault(tm
     monkeypatch.setitem(globals(), "sample", partial(sample, process=lambda rows: top_p(rows, 0.85)))
     (found,) = findings(write(tmp_path / "run", **at_temperature(0.7, 0.7)))
     assert (found.code, found.is_notice) == ("sampling_contradicts", True)
-    assert "or a filter that is not recorded" in data_text(found)
+    assert "or sampling applied a filter that was not recorded" in data_text(found)
     assert findings(write(tmp_path / "other", **at_temperature(0.7, 0.7, min_p=0.1))) == ()
 
 
@@ -2168,7 +2168,7 @@ def test_logged_lengths_that_count_masked_responses_as_empty_are_noted(tmp_path)
     found = findings(write(tmp_path / "run", columns=columns, metrics=metrics))
     (one,) = [one for one in found if one.code == "metric_of_others"]
     assert one.is_notice
-    assert "the mean of the number of tokens in the loss" in data_text(one)
+    assert "the mean number of tokens in the loss" in data_text(one)
 
 
 @pytest.mark.parametrize(("padding", "expected"), [(0, []), (9, ["metric_contradicts"])])
@@ -2222,7 +2222,7 @@ def test_groups_of_one_row_are_named_where_advantages_are_constant(tmp_path):
     )  # fmt: skip
     (found,) = findings(path)
     assert found.code == "advantages_constant"
-    assert "each of which contains a single row" in data_text(found)
+    assert "but each group contains a single row" in data_text(found)
 
 
 def with_updates(recorder, batch, step, number):
@@ -2499,7 +2499,7 @@ def sampled_with(process, sharpness=2.5, given=lambda logits: logits, **recorded
 
 SAMPLING = {
     "no temperature": (sampled_with(lambda rows: rows / 0.7, temperature=0.7), "temperature = 0.7 is recorded"),
-    "nearly greedy": (sampled_with(lambda rows: rows * 8, temperature=1.0), "a lower one, or a filter"),
+    "nearly greedy": (sampled_with(lambda rows: rows * 8, temperature=1.0), "a lower one or a filter"),
     "no filter": (sampled_with(lambda rows: rows, 5.0, temperature=1.0, top_p=0.5), "top_p = 0.5 is recorded"),
     "a temperature": (
         sampled_with(lambda rows: rows / 0.7, given=lambda rows: rows / np.float32(0.7), temperature=0.7), "",
@@ -2583,16 +2583,16 @@ WEIGHTS = {
     "the reference is the policy": (of_weights(reference=lambda n: n), "reference_changes", 3, "it is the policy itself"),
     "the reference follows the policy": (
         of_weights(reference=lambda n: max(n - 4, 1)) | {"hyperparameters": {"sync_ref_model": False, "ref_model_sync_steps": 512}},
-        "reference_changes", 7, "updated, or loaded anew",
+        "reference_changes", 7, "updated or reloaded",
     ),
-    "the reference is loaded anew": (of_weights(reference=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "loaded anew"),
-    "the teacher changes": (of_weights(teacher=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "loaded anew"),
-    "versions begin anew": (of_weights((counted_anew, counted_anew)), "versions_wrong", 10, "began anew, as after a resume"),
+    "the reference is loaded anew": (of_weights(reference=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "reloaded"),
+    "the teacher changes": (of_weights(teacher=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "reloaded"),
+    "versions begin anew": (of_weights((counted_anew, counted_anew)), "versions_wrong", 10, "restarted, as after a resume"),
     "a teacher is updated": (of_weights(teacher=lambda n: max(n - 4, 1)), "reference_changes", 7, "reads a context that is not recorded"),
-    "no version grows": (of_weights((initial, initial)), "versions_wrong", 3, "train gives"),
-    "the engine's version does not grow": (of_weights((initial, lambda n: n)), "versions_wrong", 3, "rollout gives"),
+    "no version grows": (of_weights((initial, initial)), "versions_wrong", 3, "train's logprobs differ"),
+    "the engine's version does not grow": (of_weights((initial, lambda n: n)), "versions_wrong", 3, "rollout's logprobs differ"),
     "the engine's version is three too low": (
-        of_weights((lambda n: n - 3, lambda n: n)), "versions_wrong", None, "rollout gives",
+        of_weights((lambda n: n - 3, lambda n: n)), "versions_wrong", None, "rollout's logprobs differ",
     ),
     "the engine is never updated": (
         of_weights((initial, lambda n: n), rollout=initial), "engine_never_updated", 2, "policy version 1",

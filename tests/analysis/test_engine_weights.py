@@ -314,7 +314,7 @@ def test_another_pair_is_not_judged_by_the_engine_s_weights(tmp_path):
         (lambda: [row(v, UP, 100 + v, given=900 + v) for v in range(4)], "matches the trainer's at no recorded version"),
         (lambda: [row(v, UP, 100 + v, held=100) for v in range(4)], "it was never sent"),
         (lambda: [row(v, UP, 100 + v, given=100 + v, held=100) for v in range(4)], "at version 3 was not loaded"),
-        (lambda: [row(v, UP, 100 + v, given=99 + v if v else 100) for v in range(4)], "last sent at version 3 and already stale then"),
+        (lambda: [row(v, UP, 100 + v, given=99 + v if v else 100) for v in range(4)], "last sent at version 3, when it was already stale"),
     ],
 )  # fmt: skip
 def test_every_cause_has_its_sentence(tmp_path, rows, sentence):

@@ -17,7 +17,7 @@ _USUAL = 0.02
 """Mean |d| (nats) that gives the mismatch half its full weight. Healthy bf16 runs show 0.002 to 0.01."""
 _FEWEST = 2
 _GROWS_FOR, _RESETS_BY = 4, 5.0
-"""Minimum number of steps over which a mismatch grows before new weights reset it, and minimum factor by which it then falls."""
+"""Minimum number of steps over which a mismatch grows before new weights reset it, and minimum factor by which it then drops."""
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
 
@@ -47,7 +47,7 @@ def resets(facts: Facts, _: Fall) -> Iterator[Fact]:
         if at - first < _GROWS_FOR or values[at] > values[at - 2 : at].min() / _RESETS_BY:
             continue
         if relative[at] > relative[at - 2 : at].min() / _RESETS_BY:
-            continue  # the tokens became more likely, and the mismatch smaller with them
+            continue  # the mismatch shrank because the tokens became more likely
         before = np.log(values[first:at])
         high = float(np.median(values[max(at - 3, first) : at]))
         grows = correlation(before, np.arange(len(before))) > 0.7 and high > _RESETS_BY * values[first] > values[at]

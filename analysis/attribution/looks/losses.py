@@ -145,7 +145,7 @@ def changed_term(
 
 
 def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tuple[float, int, int, float, float]:
-    """Fit `loss` [S] by a constant and the columns, letting one coefficient change at one of the rows `places`.
+    """Fit `loss` [S] with a constant and the columns, letting one coefficient change at one of the rows `places`.
 
     Return the residual of the best fit, the column whose coefficient changes, the index in `places` of the change, the
     residual with constant coefficients, and the smallest residual if only the constant changes. A residual is a sum of
@@ -231,7 +231,7 @@ def _unusual(
 def _implied(
     names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray
 ) -> tuple[float, list[tuple[int, float, float]]]:
-    """Fit `loss` [S] minus the policy loss by a multiple of one other term. Return the same values as `_fitted`.
+    """Fit `loss` [S] minus the policy loss with a multiple of one other term. Return the same values as `_fitted`.
 
     The fit has no constant, so that a trend with another cause does not fit.
     """
@@ -250,7 +250,7 @@ def _implied(
 def _fitted(
     columns_SF: np.ndarray, values: np.ndarray, chosen: list[int]
 ) -> tuple[float, list[tuple[int, float, float]]]:
-    """Fit `values` [S] by the chosen columns.
+    """Fit `values` [S] with the chosen columns.
 
     Return the unexplained share of the variance, adjusted for the number of columns, and for each column its index, its
     coefficient, and its |coefficient| in standard errors.

@@ -49,8 +49,8 @@ MIN_GROWTH = 3.0
 """Minimum factor by which a reported mismatch grows relative to the logits' spread. In 80 healthy runs, some of which
 start from uniform policies at high learning rates, it grew by at most 2.9."""
 MIN_GROWN = 0.2
-"""Unless it grows by ten times that factor, it must also reach this part of the largest rounding error. In the same runs, it
-reached 0.12 of it."""
+"""Unless it grows by ten times that factor, it must also reach this share of the largest rounding error. In the same runs,
+it reached a share of 0.12."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
@@ -59,7 +59,7 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
     version, given, holds = numbers["trainer_version"], numbers["given_version"], numbers["holds_version"]
     how = "it was never sent"
     if given is not None:
-        how = f"it was last sent at version {given}{' and already stale then' if given != holds else ''}"
+        how = f"it was last sent at version {given}{', when it was already stale' if given != holds else ''}"
         how = how if numbers["is_loaded"] else f"the tensor sent at version {given} was not loaded"
     has = "from no recorded version" if holds is None else f"from version {holds}"
     a_row = " per row" if str(numbers["dtype"]).endswith("values") else ""
@@ -78,7 +78,7 @@ WEIGHTS = Fault(
     evidence={
         "engine_weights": "{what_text}; according to the digests, this is the case for {num_tensors:,} of "
         "{of_tensors:,} tensors at version {trainer_version}, and for at least one tensor at {num_versions:,} of "
-        "{of_versions:,} versions, starting at version {first_version}",
+        "{of_versions:,} versions, first at version {first_version}",
         "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of "
         "{of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
         "stopped": "according to the recorded policy versions, {side} has kept version {version} since step {since}, while "
@@ -146,7 +146,7 @@ MIN_STOPPED = 5
 
 
 def _stopped(data: PairData) -> dict[str, Any]:
-    """Return since when the engine keeps its weights, although it followed the trainer before. Empty if it does not.
+    """Return the step from which the engine keeps its weights after following the trainer. Empty if it does not.
 
     An engine that is updated every few steps, or ahead of a trainer that uses up its last batches, was as far behind
     before: the last lag must be three times the largest earlier one, and the mismatch must have grown as well.
@@ -379,7 +379,7 @@ random policies."""
 TAIL_RATIO = 10.0
 """A token belongs to the tail if its logit error exceeds the median by this factor. Rounding alone reaches 6 to 8."""
 MIN_PLACE_RATIO = 10.0
-"""Minimum ratio of the median mismatch at a place to that elsewhere for saying that only the place is wrong."""
+"""Minimum factor by which the median mismatch at a place exceeds the rest if only the place is reported as wrong."""
 MAX_NAMED = 20
 """Maximum number of token ids, or values of a column, that together count as one place."""
 
@@ -434,12 +434,12 @@ _ONSETS = {
                "a sliding window or an evicted cache of about {onset} tokens, or positions that are wrong from about {onset} on"),
     "shards": ("one side's context restarts at fixed columns, as if shards or chunks did not see earlier ones",
                "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones"),
-    "event": ("from one response position on, one side has different weights, a different context or a different kernel", "a weight update during "
+    "event": ("from some response position on, one side has different weights, a different context or a different kernel", "a weight update during "
               "sampling, a resumed request, a template that rewrites earlier turns, or a switch of the attention kernel, at response token {onset}"),
     "older": ("responses begin with older weights than the rest: the weights changed during sampling",
-              "requests were continued after a weight update, and if the recorded policy version is that of the end, it is wrong for the beginning"),
+              "requests were continued after a weight update; if the policy version was recorded at the end, it is wrong for the beginning"),
     "newer": ("responses end with other weights than they begin with: the weights changed during sampling",
-              "requests were continued after a weight update, and if the recorded policy version is that of the start, it is wrong for the end"),
+              "requests were continued after a weight update; if the policy version was recorded at the start, it is wrong for the end"),
     "beginnings": ("some responses begin in a different context", "typical causes: a weight update during sampling, cached prefixes of other "
                    "prompts, or requests that were preempted and resumed"),
     "ends": ("from some token on, part of the responses have a different context or other tokens", "typical causes: text that was tokenised "
@@ -507,7 +507,7 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_parts(data: PairData) -> list[Hypothesis]:
-    """Explain the mismatch by rows that differ only before, or only after, a token of their own."""
+    """Explain the mismatch by rows that differ only before, or only after, a token that varies by row."""
     if (found := features.parts_of_rows(data)) is None:
         return []
     inside, are_first, numbers, cost = found
@@ -805,7 +805,7 @@ def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
         return None
     noise = logit_error(data)
     usual = np.median(noise[~place.inside])
-    # Tokens of which both sides are certain have no mismatch, so compare means as well.
+    # Tokens that both sides are certain of have no mismatch, so compare means as well.
     is_wrong = np.median(noise[place.inside]) >= MIN_PLACE_RATIO * usual and place.mean_ratio >= MIN_PLACE_RATIO / 2
     if not is_wrong or usual > allowed_noise(data):
         return None  # the rest is wrong, too

@@ -192,7 +192,7 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return the best shift of pass b in each row (tokens), [R], among LAGS and those for WIDTH consecutive values."""
+    """Return the best shift of pass b in each row (tokens), [R], among LAGS and the best shifts of WIDTH consecutive values."""
     a, b = _at(data.a, index), np.pad(_at(data.b, index), ((0, 0), (0, WIDTH - 1)), constant_values=np.nan)
     windows = np.lib.stride_tricks.sliding_window_view(b, WIDTH, axis=1)
     tried = [np.full(len(index), lag) for lag in LAGS]

@@ -23,7 +23,7 @@ MAX_CONSTANTS = 20
 FEW_CONSTANTS = 3
 """Minimum number of tokens, and of token ids, that must share a value for it to count as a placeholder."""
 _REPEATED_FACTOR = 3
-"""Minimum number of a placeholder's contexts relative to nearby values. Squared if it is in both passes."""
+"""Minimum factor by which a placeholder's contexts outnumber those of nearby values. Squared if it is in both passes."""
 _MOST_LATE = 8
 """Maximum displacement of a loss mask to search for (tokens)."""
 _WINDOW_NATS = 0.05
@@ -37,8 +37,8 @@ _EVIDENCE = {
     "{mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} "
     "averages {other_mean:.3g} nats (minimum {other_min:.3g}){reason_text}",
-    "merged": "{side} is 0 for {num_tokens:,} tokens, and their logprobs are added to that of the token {where} them "
-    "({other}'s sums agree to {residual:.2g} nats), as if several tokens had arrived as one, in {num_sequences:,} sequences",
+    "merged": "in {num_sequences:,} sequences, {side} is 0 for {num_tokens:,} tokens, and their logprobs are added to the logprob "
+    "{where} them ({other}'s sums agree to {residual:.2g} nats), as if several tokens had arrived as one",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
     "different contexts, far more often than any nearby value",
     "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the "
@@ -58,8 +58,8 @@ _EVIDENCE = {
 }
 _REASONS = {
     "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, so these tokens were not sampled from the policy",
-    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, and all these tokens are the last of their "
-    "response, so they were appended after sampling",
+    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, and each of these tokens is the last in "
+    "its response, so they were appended after sampling",
     "after_end": "; these tokens{ids_text} extend to the end of their responses, so padding is included in the loss",
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
     "none": "",
@@ -227,7 +227,7 @@ def _shifted_mask(
     else:
         tried = sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]
         numbers["num_late"] = next((late for late in tried if fits(late)), 0)
-    # Filler at a row's first token and a masked end token look like a shift, but then it is at no masked token.
+    # Filler at a row's first token and a masked end token look like a shift, but then no masked token has filler.
     is_shifted = numbers.get("num_late") and has[~sample.mask].mean() < 0.9
     if filler is not None and not (is_shifted or "cause" in numbers):
         return None
@@ -379,7 +379,7 @@ def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     """Return how often `value` can repeat by chance, or infinity if it can be the logprob of many tokens."""
     if value == 0.0:
-        # At high entropies, zeros are wrong, unless the entropies are those of the unfiltered distribution.
+        # At high entropies, zeros are wrong, unless the entropies belong to the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
         is_certain = np.mean(data.entropy[where]) <= max(0.1, 0.25 * np.mean(data.entropy[~where]))

@@ -35,7 +35,7 @@ from ..sample import MOST_LOST, ratio_in_bits, unscaled_ratio
 from ..where import occurrences, part_of_rows
 
 MAX_LEFT = 0.3
-"""Maximum unexplained share of the mismatch for an explanation that predicts each value."""
+"""Maximum share of the mismatch left unexplained by an explanation that predicts each value."""
 MAX_SMOOTHING = 0.3
 """Largest usual label smoothing. More flattening has another cause."""
 MIN_R2 = 0.6
@@ -73,8 +73,8 @@ TEMPERATURE = Fault(
     evidence={
         "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted; {least:.3g} to "
         "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
-        "divided": "{side}'s logprobs are those of temperature 1, divided by {temperature:g} but not normalised again: "
-        "they differ from {other}'s nearly always in the same direction, by {slope:.2g} times (1/T - 1) times the "
+        "divided": "{side}'s logprobs were computed at temperature 1 and divided by {temperature:g}, but not normalised "
+        "again: they differ from {other}'s nearly always in the same direction, by {slope:.2g} times (1/T - 1) times the "
         "entropy (correlation {correlation:.2f}), where T is the recorded temperature",
         "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
         "({num_values} different values, {least:g} to {largest:g}), so {side} applies each row's temperature, but "
@@ -607,8 +607,8 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
 
 
 def _judged(data: PairData) -> tuple[Side, np.ndarray] | None:
-    """Return the side whose logprobs fit its entropies least, and these, [K]. None if they are few or those of another
-    distribution, which data_checks reports."""
+    """Return the side whose logprobs fit its entropies least, and its entropies, [K]. None if there are few, or if they
+    belong to another distribution, which data_checks reports."""
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
     if side.own.entropy is None or data.num_kept < 400 or side.own.share_lost > MOST_LOST:
         return None
@@ -630,8 +630,10 @@ def unapplied_setting(data: PairData) -> str:
     top_p = data.sample.settings["top_p"][data.seq]
     is_clear = side.sampled_score >= CLEAR and side.sampled_mean >= 0.05
     if is_clear and np.all((heat > 0) & (heat <= 1)) and not _is_plain(data) and not recorded_filter(data):
-        is_applied = "neither pass applies it, or a filter" if np.min(heat) < 1 else "a lower one, or a filter,"
-        return f"temperature = {np.median(heat):g} is recorded, but logprob + entropy averages {side.sampled_mean:.2g} nats instead of 0: {is_applied} that is not recorded was applied in sampling, unless likely responses were selected"
+        cause = (
+            "neither pass applies it, or sampling applied" if np.min(heat) < 1 else "sampling applied a lower one or"
+        )
+        return f"temperature = {np.median(heat):g} is recorded, but logprob + entropy averages {side.sampled_mean:.2g} nats instead of 0: {cause} a filter that was not recorded, unless likely responses were selected"
     likely = (side.values > np.log(0.9)) & (side.values < 0)
     share = float(np.mean((-side.values * (1 - top_p) > 1.1 * entropy + 0.1)[top_p < 1])) if (top_p < 1).any() else 0.0
     if share < 0.01 or likely.sum() < max(FEW, 3 * (side.values == 0).sum()):
