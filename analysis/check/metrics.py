@@ -579,7 +579,9 @@ def _totals(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
             # A term may be logged with its coefficient, and an entropy with either sign.
             weight, declared = used.get(term, 0.0), {*run.numbers(setting).values()} - {0.0}
             shown = weight if term == terms[1] else abs(weight)
-            if not weight or not declared or np.isclose(shown, [1.0, *declared], rtol=CLOSE).any():
+            # A KL with a coefficient may be part of the rewards instead.
+            is_out = abs(weight) < TINY or not declared
+            if is_out or np.isclose(shown, [1.0, *declared], rtol=CLOSE).any():
                 continue
             right = y + weights[0] * (max(declared) * np.sign(weight / shown) - weight) * x[:, known.index(term)]
             of = f"{terms[0]} {'-' if weight < 0 else '+'} {abs(weight):.4g} {term}, although the coefficient is {max(declared):g}"

@@ -502,6 +502,7 @@ SOUND = {
     "an engine as far behind as allowed": {"passes": lagging(lambda n: min(n, 2), per_step=3), "hyperparameters": {"max_head_offpolicyness": 2}},
     "validation data in one order": {"columns": epochs(lambda epoch: range(4)), "hyperparameters": {"data.shuffle": False, "data.validation_shuffle": True, "actor.shuffle": True}},
     "two limits of the lag": {"passes": lagging(lambda n: min(n, 4)), "hyperparameters": {"max_async_level": 1, "max_off_policy_steps": 8}},
+    "a KL that is only part of the rewards": {"metrics": lambda step, r, n: {"train/loss": 0.1 * n + 1e-17 * n, "train/pg_loss": 0.1 * n, "train/kl_loss": 0.3 + 0.05 * (n % 3)}, "hyperparameters": {"kl_loss_coef": 0.0, "kl_coef": 0.1}},
     "a KL that is only part of the loss": {"metrics": lambda step, r, n: {"rollout/kl": 0.0, "train/kl_loss": 0.01 * n}, "hyperparameters": {"kl_loss_coef": 0.001, "kl_coef": 0.0}},
     "a KL that is not used": {"metrics": lambda step, r, n: {"policy/kl_loss": 0.0}, "hyperparameters": {"use_kl_loss": False, "kl_loss_coef": 0.001}},
     "logged extremes of group means": {"reward": graded, "metrics": lambda step, r, n: {"reward/mean": r.mean(), "reward/max": means(r).max(), "reward/min": means(r).min()}},
