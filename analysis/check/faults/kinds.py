@@ -624,7 +624,10 @@ def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
         return None
     if place.kind == "one_of" and not name.endswith(("_id", "_ids")):
         return None  # only some rows of each pack, or some lengths, are affected
-    steps = data.sample.steps[data.seq]
+    steps, noise = data.sample.steps[data.seq], logit_error(data)
+    others = noise[~place.inside & np.isin(steps, steps[place.inside])]
+    if name == "prompt_seen_before" and len(others) and np.median(others) > allowed_noise(data):
+        return None  # new prompts differ as well
     if name == "group_id" and np.isin(np.unique(steps[place.inside]), steps[~place.inside]).mean() <= 0.5:
         return None  # whole steps are affected
     if place.kind == "before" and place.feature.startswith(("pad_left", "shorter_prompt", "prompt_length")):
