@@ -42,8 +42,8 @@ def stats(
 ) -> Rows:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    If a trace is local, finished and writable, its per-sequence sums are stored in it (`sums/`, `index/`), so that
-    later calls need not read the tokens.
+    If a trace is local, finished and writable, stores per-sequence sums in it (`sums/`, `index/`), so that later calls
+    need not read the tokens.
 
     For `pair` a:b, d = logprob(a) - logprob(b) (nats), over tokens that count toward the loss and are finite in both
     passes. NaN and infinities are counted separately. The columns match the SQL macros `pair_runs`, `pair_steps` and
