@@ -58,10 +58,9 @@ def stats(
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 
-    `like` (`verl`, `trl`, `slime`, `nemo-rl`, `prime-rl` or `openrlhf`) returns that framework's metrics under its own
-    names and definitions: one row per step, or one row that treats the run as a single batch. `options` are the
-    framework's options, which are the fields of its dataclass in `analysis.frameworks`. Pass a is assumed to be
-    the trainer, and pass b the engine.
+    `like` names a framework (docs/reference/frameworks.md) and returns its metrics under its own names and definitions:
+    one row per step, or one row that treats the run as a single batch. `options` are the framework's options, listed in
+    docs/reference/cli.md. Pass a is assumed to be the trainer, and pass b the engine.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
