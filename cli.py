@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import click
 
-from . import __version__, analysis
+from . import analysis
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
 from .analysis.rows import (
     JSON_VERSION,
@@ -57,6 +57,7 @@ from .schemas.errors import (
 from .schemas.layout import FORMAT_VERSION
 from .schemas.passes import REPLAY_PREFIX, ROLLOUT, STANDARD
 from .schemas.steps import ALL_STEPS
+from .schemas.version import __version__
 
 if TYPE_CHECKING:
     from .replay.results import ReplayedSteps

@@ -11,7 +11,9 @@ from tim_trace.tracer.rows import Forward
 VOCAB, ROWS, LENGTH = 60, 12, 24
 
 
-def make_run(path, *, num_steps=2, keeps_weights=True, passes=("rollout", "train"), seed=1, token_seed=5, advantage=None):
+def make_run(
+    path, *, num_steps=2, keeps_weights=True, passes=("rollout", "train"), seed=1, token_seed=5, advantage=None
+):
     """Record it: rows of one forward each, sampled at random, scored by the model itself."""
     model = _model(seed)
     draw = np.random.default_rng(token_seed)

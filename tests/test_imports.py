@@ -30,7 +30,6 @@ def nodes(module):
 
 
 def imported(module, file):
-    """Modules that a file imports. The version is the root's own: who asks for it imports none of the names there."""
     package = module if file.name == "__init__.py" else module[:-1]
     for node in nodes(module):
         if isinstance(node, ast.Import):
@@ -42,10 +41,7 @@ def imported(module, file):
                 continue
             base = (*package[: len(package) - node.level + 1], *parts) if node.level else parts[1:]
             for alias in node.names:
-                if (*base, alias.name) in modules():
-                    yield (*base, alias.name)
-                elif (base, alias.name) != ((), "__version__"):
-                    yield base
+                yield (*base, alias.name) if (*base, alias.name) in modules() else base
 
 
 @cache
