@@ -15,8 +15,8 @@ from .trace.database import Database
 from .trace.macros import quoted_pair
 from .trace.pair_sums import KEYS
 from .trace.source import Pair, Traces, find_sums
-from .trace.sums import CHUNK_TOKENS, ensure, keep, summarize
-from .trace.tokens import packed
+from .trace.sums import ensure, summarize
+from .trace.tokens import CHUNK_TOKENS, packed
 from .views import open_database
 
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
@@ -98,7 +98,7 @@ def stats(
     if not all(database.sums.covers(names, runs=runs) for runs in {False, of_run}):
         with connected(database.ray):
             if ensure(database, names, of_run=of_run, progress=progress):
-                keep(database, names)
+                database.sums.keep(names)
     if routed:
         query = f"""
             SELECT * FROM ({query}) LEFT JOIN (

@@ -109,6 +109,11 @@ def test_the_trace_is_read_without_any_feature():
     assert rooms("analysis")["trace"] <= {"rows", "statistics"}
 
 
+def test_what_reads_the_trace_is_short():
+    lengths = {file.name: len(file.read_text().splitlines()) for file in (ROOT / "analysis" / "trace").glob("*.py")}
+    assert max(lengths.values()) <= 300, lengths
+
+
 def test_databases_are_opened_with_the_macros_of_every_feature():
     found = {
         ".".join(module)
