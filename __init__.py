@@ -8,13 +8,13 @@ Each command is also a function in this package, with the same name and options.
 from typing import TYPE_CHECKING
 
 from tim_trace.schemas.lazy import make_lazy
+from tim_trace.schemas.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tim_trace.analysis import *  # noqa: F403
     from tim_trace.schemas.loss import Loss
     from tim_trace.tracer.recorder import Recorder
 
-__version__ = "0.1.0"
 __all__ = [
     "Loss", "Recorder", "attach", "attribute", "certify", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "example", "export", "export_run", "figures", "gate",
     "gradient", "import_dump", "import_parquet", "info", "locate", "mcp", "objective", "query", "record", "replay", "report", "reproduce", "sql", "stats",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import click
 
-from . import __version__, analysis
+from . import analysis
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
 from .analysis.rows import (
     JSON_VERSION,
@@ -57,6 +57,7 @@ from .schemas.layout import FORMAT_VERSION
 from .schemas.lazy import telling_missing
 from .schemas.passes import REPLAY_PREFIX, ROLLOUT, STANDARD
 from .schemas.steps import ALL_STEPS
+from .schemas.version import __version__
 
 if TYPE_CHECKING:
     from .replay.results import ReplayedSteps
@@ -924,7 +925,10 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_prints()
 @_replays
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
-    """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes."""
+    """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes.
+
+    Like replay, triangulate stores its replays in the trace.
+    """
     form.result(_asked(analysis.triangulate, trace, held_back=True, **options), rows={"by": by})
 
 
@@ -980,6 +984,8 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_replays
 def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Find the operator where two executions of recorded tokens diverge, with proof.
+
+    Unless --no-keep is given, locate stores its result in the trace (locate/).
 
     Each operator in both executions is compared with a float64 model on the same inputs, so errors from earlier
     operators do not count. The divergence is the first error that exceeds what rounding can cause. carried is the share

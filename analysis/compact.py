@@ -17,7 +17,7 @@ from ..tracer.progress import Progress, no_progress
 from ..tracer.verified_file import FileCursor
 from .rows import Rows, to_text
 from .trace.source import Pair, open_source
-from .trace.sums import write_sums
+from .trace.sum_tables import write_sums
 
 COLUMNS = ("table", "files_before", "files_after", "bytes_before", "bytes_after", "files_left")
 FILE_SIZE = "512MB"

@@ -13,11 +13,11 @@ from ..tracer.progress import Progress, no_progress
 from .correction import MACROS, Correction, define, published, token_bounds
 from .correction_zones import KEYS, TYPES, Bounds, zones_of_rows
 from .rows import Rows
+from .trace.chunks import Chunk, run_chunks
 from .trace.columns import parse_pair, tell_sampled, why_nothing
 from .trace.database import Database
 from .trace.macros import quoted, quoted_pair
 from .trace.source import Pair, Traces
-from .trace.sums import Chunk, run_chunks
 from .trace.tokens import spread
 from .views import open_database
 

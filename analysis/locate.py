@@ -33,6 +33,8 @@ def locate(
 ) -> Location:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
+    With `keep`, stores the result in the trace if it is a local folder, under `locate/`.
+
     Runs sequences from one recorded step through two executions with the recorded weights: a is `arm` (default: as
     recorded), b is `against` (default: the recorded model in float64). `engine=vllm` runs vLLM.
 
@@ -48,8 +50,8 @@ def locate(
     functions, as module:function, that build the model with your own code. Such a model also runs once in float64,
     where rounding cannot hide a bug.
 
-    `keep` stores the result in a local trace under `locate/`, replacing an earlier result with the same options.
-    `diagnose` and the views `operators` and `patches` read it there. If it could not be stored, `not_kept` says why.
+    The stored result replaces an earlier one with the same options. `diagnose` and the views `operators` and `patches`
+    read it. If it could not be stored, `not_kept` says why.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """

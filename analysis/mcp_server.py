@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal
 
-from .. import __version__
 from ..schemas.errors import InvalidOption, InvalidQuery, NotInstalled, TimTraceError, TimTraceWarning, of_system
 from ..schemas.layout import HYPERPARAMETER
 from ..schemas.steps import ALL_STEPS
+from ..schemas.version import __version__
 from ..tracer.scalars import as_text
 from .info import info
 from .queries.catalogue import catalogue, named_query, query

@@ -15,8 +15,8 @@ from .trace.database import Database
 from .trace.macros import quoted_pair
 from .trace.pair_sums import KEYS
 from .trace.source import Pair, Traces, find_sums
-from .trace.sums import CHUNK_TOKENS, ensure, keep, summarize
-from .trace.tokens import packed
+from .trace.sums import ensure, summarize
+from .trace.tokens import CHUNK_TOKENS, packed
 from .views import open_database
 
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
@@ -42,8 +42,8 @@ def stats(
 ) -> Rows:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    If a trace is local, finished and writable, its per-sequence sums are stored in it (`sums/`, `index/`), so that
-    later calls need not read the tokens.
+    If a trace is local, finished and writable, stores per-sequence sums in it (`sums/`, `index/`), so that later calls
+    need not read the tokens.
 
     For `pair` a:b, d = logprob(a) - logprob(b) (nats), over tokens that count toward the loss and are finite in both
     passes. NaN and infinities are counted separately. The columns match the SQL macros `pair_runs`, `pair_steps` and
@@ -58,10 +58,9 @@ def stats(
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 
-    `like` (`verl`, `trl`, `slime`, `nemo-rl`, `prime-rl` or `openrlhf`) returns that framework's metrics under its own
-    names and definitions: one row per step, or one row that treats the run as a single batch. `options` are the
-    framework's options, which are the fields of its dataclass in `analysis.frameworks`. Pass a is assumed to be
-    the trainer, and pass b the engine.
+    `like` names a framework (docs/reference/frameworks.md) and returns its metrics under its own names and definitions:
+    one row per step, or one row that treats the run as a single batch. `options` are the framework's options, listed in
+    docs/reference/cli.md. Pass a is assumed to be the trainer, and pass b the engine.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -99,7 +98,7 @@ def stats(
     if not all(database.sums.covers(names, runs=runs) for runs in {False, of_run}):
         with connected(database.ray):
             if ensure(database, names, of_run=of_run, progress=progress):
-                keep(database, names)
+                database.sums.keep(names)
     if routed:
         query = f"""
             SELECT * FROM ({query}) LEFT JOIN (

@@ -106,6 +106,8 @@ def triangulate(
 ) -> Triangulation:
     """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes.
 
+    Like `replay`, stores its replays in the trace.
+
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
     has these replays. Compares the tokens that count toward the loss and have finite logprobs in trainer, engine and
     reference. Also replays each remedy in `predict`, and predicts, with a 90% interval, how much of the mismatch the

@@ -11,7 +11,9 @@ from tim_trace.tracer.rows import Forward
 VOCAB, ROWS, LENGTH = 60, 12, 24
 
 
-def make_run(path, *, num_steps=2, keeps_weights=True, passes=("rollout", "train"), seed=1, token_seed=5):
+def make_run(
+    path, *, num_steps=2, keeps_weights=True, passes=("rollout", "train"), seed=1, token_seed=5, advantage=None
+):
     """Record it: rows of one forward each, sampled at random, scored by the model itself."""
     model = _model(seed)
     draw = np.random.default_rng(token_seed)
@@ -26,7 +28,7 @@ def make_run(path, *, num_steps=2, keeps_weights=True, passes=("rollout", "train
         if keeps_weights:
             recorder.add_weights(0, model.state_dict())
         for step in range(1, num_steps + 1):
-            _add_step(recorder, draw, step, model, passes)
+            _add_step(recorder, draw, step, model, passes, advantage)
     return path
 
 
@@ -44,11 +46,11 @@ def _model(seed):
     return model
 
 
-def _add_step(recorder, draw, step, model, passes):
+def _add_step(recorder, draw, step, model, passes, advantage):
     prompts = [draw.integers(2, VOCAB, 4) for _ in range(ROWS)]
     responses = [draw.integers(2, VOCAB, LENGTH) for _ in range(ROWS)]
     batch = recorder.add_sequences(
-        step=step, prompt_ids=prompts, response_ids=responses, policy_version=0, temperature=1.0,
+        step=step, prompt_ids=prompts, response_ids=responses, policy_version=0, temperature=1.0, advantage=advantage,
         group_ids=[f"{step}-{row // 2}" for row in range(ROWS)], seq_ids=[f"{step}-{row}" for row in range(ROWS)],
     )  # fmt: skip
     alone, none = np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)

@@ -8,6 +8,7 @@ import click
 import pytest
 from builders import ROOT, in_process, run
 from tim_trace import cli
+from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.schemas.layout import FOLDERS
 from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.importers.neutral import KNOWN
@@ -42,6 +43,12 @@ def test_every_format_to_import_is_documented():
     for name in FORMATS:
         assert f"### {name}\n" in page
         assert name in cli.main.commands["import"].help
+
+
+def test_every_framework_is_in_the_page_that_lists_them():
+    page = (DOCS / "reference" / "frameworks.md").read_text()
+    listed = dict(re.findall(r"^\| `([\w-]+)` ([\d.]+) \|", page, re.MULTILINE))
+    assert listed == {name: framework.version for name, framework in FRAMEWORKS.items()}
 
 
 def test_links_between_pages_lead_somewhere():

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager, nullcontext
 from textwrap import shorten
 from typing import Any, Protocol
 
-from .. import __version__
 from ..schemas.errors import (
     ClusterFailed,
     InvalidOption,
@@ -21,6 +20,7 @@ from ..schemas.errors import (
     speaks_options,
     warn,
 )  # fmt: skip
+from ..schemas.version import __version__
 
 AUTO = "auto"
 LOCAL = "local"

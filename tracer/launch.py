@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import __version__
 from ..schemas.capture import Capture
 from ..schemas.documents import CLOSED, LAUNCHER, OPEN, Manifest, WriterState, now
 from ..schemas.errors import InvalidOption, StorageStalled, TimTraceError, TraceExists, option
 from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.size import parse_size
+from ..schemas.version import __version__
 from .create import claimed, join_trace, local_folder, new_trace, refuse_live
 from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import this_process

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from .. import __version__
 from ..schemas.documents import MAX_BYTES, now, read_document, to_document
 from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TimTraceError
 from ..schemas.layout import LOCATE
+from ..schemas.version import __version__
 from .environment import numeric_versions
 from .store import Store
 from .whole_file import write_part

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
 from ..schemas.capture import Capture
 from ..schemas.documents import CLOSED, Contract, Manifest, now
 from ..schemas.errors import InvalidRecord, TraceExists, warn
@@ -26,6 +25,7 @@ from ..schemas.lazy import checked
 from ..schemas.loss import Loss
 from ..schemas.passes import ROLLOUT, check_pass, check_pass_name
 from ..schemas.tables import GIVEN, PER_RESPONSE_TOKEN, REWARDS, TOKEN_SCORES, Column
+from ..schemas.version import __version__
 from . import environment
 from .batch import Batch, SequenceNames, padding_of
 from .create import join_trace, new_trace

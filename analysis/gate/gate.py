@@ -43,6 +43,8 @@ def gate(
 ) -> Gated:
     """Check a run against failure conditions, for the CI of training code.
 
+    Like `stats`, stores per-sequence sums in the trace, for conditions on `stats` columns.
+
     A condition is either `check`, which is met if the comparison has a fault or too few tokens (`cannot tell`), or
     `<source>.<metric><sign><number>` with sign > >= < or <=: `tim.k3>1e-3` for a `stats` column, `verl.k3_kl>1e-3` for a
     `stats --like verl` column (the last part of a name is enough). `tim.|k1|>0.1` compares the absolute value. `tim`
@@ -67,8 +69,7 @@ def gate(
     if a batch or sequence exceeds the certified bounds.
 
     `junit` is a JUnit XML file to write or replace. Each condition is a test case. `summary` is a file to append a
-    Markdown table to, such as $GITHUB_STEP_SUMMARY. Conditions on `stats` columns store per-sequence
-    sums in the trace, as `stats` does.
+    Markdown table to, such as $GITHUB_STEP_SUMMARY.
 
     Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token
     or the trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if part of the trace is

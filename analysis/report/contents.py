@@ -6,11 +6,11 @@ import html
 import json
 from dataclasses import dataclass
 
-from ... import __version__
 from ...schemas.errors import option
 from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.results import Result, rendered
 from ...schemas.steps import ALL_STEPS
+from ...schemas.version import __version__
 from ..advice import Advice
 from ..attribution.text import note_sentences
 from ..diagnosis.text import story, story_of_run

@@ -1,4 +1,4 @@
-"""Tables of sums that were stored in traces, or computed since the traces were opened."""
+"""Tables of sums that were stored in traces, or computed since the traces were opened and then stored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,11 @@ from typing import Any
 import pyarrow as pa
 
 from ...schemas.layout import SUMS
-from ...schemas.sums import KINDS, OF_RUNS, SEQUENCE_SUMS, STATISTICS, STEP_HISTOGRAMS
+from ...schemas.sums import KINDS, OF_RUNS, SEQUENCE_SUMS, STATISTICS, STEP_HISTOGRAMS, STEP_QUANTILES, STEP_STATISTICS
 from ...schemas.tables import Table
-from ...tracer.parquet_file import checked_writer
+from ...tracer.index import write_index
+from ...tracer.parquet_file import checked_writer, write_checked
+from ...tracer.whole_file import unnamed_file
 from .connection import Connection
 from .macros import quoted, sql_file
 from .source import Pair, Source, run_folder, sums_file, sums_schema
@@ -42,7 +44,7 @@ class SumTables:
     """Tables of sums over several traces. The temporary files are deleted when this object is garbage-collected."""
 
     def __init__(self, connection: Connection, views: TableViews, sources: Sequence[Source]):
-        self._connection = connection
+        self._connection, self._views, self._sources = connection, views, sources
         self._kept = [
             (kind, pair, views.add_file(source, file.relative, file))
             for source in sources
@@ -114,6 +116,38 @@ class SumTables:
         relative = sums_file(spec.name, writer.sealed.footer)
         self.files.append(ComputedFile(run=source.run, kind=spec.name, pair=pair, path=path, relative=relative))
 
+    def keep(self, pair: Pair) -> bool:
+        """Write a pair's sums into every local, finished, writable trace. Return True if all traces received them."""
+        if not self._views.is_whole:
+            return False
+        kinds = [STEP_QUANTILES, STEP_STATISTICS] if self.is_computed(pair) else []
+        kinds += OF_RUNS if self.covers(pair, runs=True) else ()
+        rows = {}
+        for spec in kinds:
+            columns = ", ".join(["run", *spec.schema.names])
+            query = f"SELECT {columns} FROM computed_{spec.name} WHERE pass_a = ? AND pass_b = ? ORDER BY ALL"
+            computed = self._connection.sql(query, params=[*pair]).to_arrow_table()
+            rows[spec.name] = by_run(computed, [source.run for source in self._sources])
+        return all([self._keep_in(source, pair, rows) for source in self._sources])
+
+    def _keep_in(self, source: Source, pair: Pair, rows: Mapping[str, Mapping[str, pa.Table]]) -> bool:
+        if not source.store.is_local or source.is_live or source.journals:
+            return False
+        folder = Path(source.store.root)
+        try:
+            for file in self.files:
+                if file.pair == pair and file.run == source.run:
+                    with unnamed_file(folder, SUMS) as temporary:
+                        shutil.copyfile(file.path, temporary)
+                        temporary.rename(folder / file.relative)
+                    _remove_outdated(source, pair, file.kind)
+            for kind, of_runs in rows.items():
+                write_sums(source, pair, KINDS[kind], of_runs[source.run])
+            write_index(folder)
+        except OSError:
+            return False
+        return True
+
     def define_lookup(self) -> None:
         filled = {"covered": _listed(self._sequences), "run_covered": _listed(self._runs)}
         filled |= {"sum_columns": ", ".join(["run", *without_pair(SEQUENCE_SUMS)]), "statistics": ", ".join(STATISTICS)}
@@ -138,6 +172,32 @@ class SumTables:
             elif computed := [(file.run, str(file.path)) for file in self.files if file.kind == spec.name]:
                 parts.append(rows_of(computed, columns))
             define_view(self._connection, spec.name, parts, columns, spec.schema)
+
+
+def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
+    schema = sums_schema(source, pair, spec)
+    folder = Path(source.store.root)
+    with unnamed_file(folder, SUMS) as temporary:
+        written = write_checked(temporary, f"{SUMS}/{spec.name}", schema, [rows.cast(schema)], **SUMS_OPTIONS)
+        assert written.footer is not None
+        temporary.rename(folder / sums_file(spec.name, written.footer))
+    _remove_outdated(source, pair, spec.name)
+
+
+def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
+    """Delete the sums that were outdated when the trace was opened. Files replaced since then are kept, because other
+    processes may still read them."""
+    for relative in source.outdated_sums.get((kind, pair), []):
+        Path(source.store.root, relative).unlink(missing_ok=True)
+
+
+def by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
+    """Split a table into one table per run. The rows of a run must be contiguous."""
+    found, start = {run: rows.slice(0, 0) for run in runs}, 0
+    for counted in rows["run"].value_counts().to_pylist():
+        found[counted["values"]] = rows.slice(start, counted["counts"])
+        start += counted["counts"]
+    return {run: of_run.drop_columns("run") for run, of_run in found.items()}
 
 
 def without_pair(spec: Table) -> list[str]:

@@ -1,22 +1,16 @@
-"""Per-sequence sums for a pair of passes, computed from tokens once and stored next to the scores."""
+"""Per-sequence sums for a pair of passes, computed from tokens once."""
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from ...schemas.layout import SUMS
 from ...schemas.sums import (
-    KINDS,
-    OF_RUNS,
     RUN_QUANTILES,
     RUN_STATISTICS,
     SEQUENCE_SUMS,
@@ -26,28 +20,20 @@ from ...schemas.sums import (
     STEP_STATISTICS,
 )  # fmt: skip
 from ...schemas.tables import Table
-from ...tracer.index import write_index
-from ...tracer.parquet_file import write_checked
 from ...tracer.progress import Progress, no_progress
-from ...tracer.whole_file import unnamed_file
+from .chunks import Chunk, Unit, chunks_of, marked_chunks, run_chunks, steps_of, units_of
 from .database import Database
 from .macros import quoted, quoted_pair, sql_file
 from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .ragged import array_of
-from .source import Pair, Source, Traces, sums_file, sums_schema
-from .sum_tables import SUMS_OPTIONS, without_pair
-from .tokens import packed, spread, unit_tokens
+from .source import Pair, Source, Traces
+from .sum_tables import by_run, without_pair
+from .tokens import spread
 
 Write = Callable[[pa.Table], None]
 
 MISMATCH: Pair = ("train", "rollout")
-
-CHUNK_TOKENS = 32 << 20
-"""Maximum number of tokens to process at once. Their |d| stays in memory (8 bytes per token)."""
-
-CHUNK_SEQUENCES = 1 << 18
-"""Maximum number of sequences to process at once. Each takes 0.2 KB of memory."""
 
 EXACT_TOKENS = 32 << 20
 """Runs with up to this many tokens get exact quantiles by default, because their |d| fits in memory."""
@@ -64,31 +50,18 @@ class _ChunkSums:
     sizes: list[np.ndarray]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    run: str
-    first_step: int
-    last_step: int
-    num_tokens: int
-    num_sequences: int
-    is_missing: bool
-
-
-Unit = tuple[Chunk, ...]
-
-
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
     """Compute a pair's missing sums. Return True if anything was computed. `of_run` adds quantiles over whole runs,
     which are exact up to EXACT_TOKENS tokens."""
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
         return False
-    steps = _steps(database)
+    steps = steps_of(database)
     if has_computed:
         _cover(database, pair, steps, progress)
         database.supersede(pair)
     runs = _runs_without_quantiles(database, pair)
-    units = _units(database, _chunks(database, steps))
+    units = units_of(database, chunks_of(database, steps))
     if has_computed:
         _add_step_statistics(database, pair, units)
     if of_run:
@@ -96,6 +69,13 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
         _add_run_statistics(database, pair, units)
         database.supersede(pair, runs=True)
     return has_computed or bool(runs)
+
+
+def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
+    """Store a pair's per-sequence sums next to the scores, so that statistics need not read tokens. Return True if
+    sums were written. Nothing is written if they exist, or if the trace is live or read-only."""
+    database = Database(traces)
+    return ensure(database, pair, progress=progress) and database.sums.keep(pair)
 
 
 def _add_step_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
@@ -125,11 +105,11 @@ def _pair_columns(pair: Pair) -> str:
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
     """Write all sums in a fixed order, so that totals do not depend on which sums were already stored."""
     database.sums.forget(pair)
-    chunks = _marked_chunks(database, pair, steps)
+    chunks = marked_chunks(database, pair, steps)
     # Keep |d| only for runs that this process reads in full.
     whole = _whole_runs(chunks) if database.ray is None else set()
     missing = [chunk for chunk in chunks if chunk.is_missing]
-    computed_chunks = spread(database, _compute, [(pair, unit, whole) for unit in _units(database, missing)])
+    computed_chunks = spread(database, _compute, [(pair, unit, whole) for unit in units_of(database, missing)])
     step_quantiles: list[Quantiles] = []
     run_quantiles: list[Quantiles] = []
     with progress("reading tokens", sum(chunk.num_tokens for chunk in missing)) as advance:
@@ -171,7 +151,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
         query = (
             f"SELECT run, {_pair_columns(pair)}, {', '.join(without_pair(SEQUENCE_SUMS))} FROM new_rows ORDER BY ALL"
         )
-        sums = _by_run(database.connection.sql(query).to_arrow_table(), sizes)
+        sums = by_run(database.connection.sql(query).to_arrow_table(), sizes)
     for chunk in unit:
         kept = [step for step in sorted(sizes[chunk.run]) if chunk.first_step <= step <= chunk.last_step]
         parts = {step: sizes[chunk.run][step] for step in kept}
@@ -186,15 +166,6 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
             ],
             sizes=[part for step in parts for part in parts[step]] if chunk.run in wants_sizes else [],
         )
-
-
-def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
-    """Split a table into one table per run. The rows of a run must be contiguous."""
-    found, start = {run: rows.slice(0, 0) for run in runs}, 0
-    for counted in rows["run"].value_counts().to_pylist():
-        found[counted["values"]] = rows.slice(start, counted["counts"])
-        start += counted["counts"]
-    return {run: of_run.drop_columns("run") for run, of_run in found.items()}
 
 
 def _of_steps(rows: pa.Table, chunk: Chunk) -> pa.Table:
@@ -225,132 +196,12 @@ def _histogram_rows(pair: Pair, steps: list[tuple[int, np.ndarray, Histogram]]) 
     return pa.table([*names, *rows.columns], names=STEP_HISTOGRAMS.schema.names)
 
 
-def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
-    """Store a pair's per-sequence sums next to the scores, so that statistics need not read tokens. Return True if
-    sums were written. Nothing is written if they exist, or if the trace is live or read-only."""
-    database = Database(traces)
-    return ensure(database, pair, progress=progress) and keep(database, pair)
-
-
-def keep(database: Database, pair: Pair) -> bool:
-    """Write a pair's sums into every local, finished, writable trace. Return True if all traces received them."""
-    if not database.views.is_whole:
-        return False
-    kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []
-    kinds += OF_RUNS if database.sums.covers(pair, runs=True) else ()
-    rows = {}
-    for spec in kinds:
-        query = f"""
-            SELECT run, {", ".join(spec.schema.names)} FROM computed_{spec.name} WHERE pass_a = ? AND pass_b = ? ORDER BY ALL
-        """
-        found = database.connection.sql(query, params=[*pair]).to_arrow_table()
-        rows[spec.name] = _by_run(found, [source.run for source in database.sources])
-    return all([_keep(database, pair, source, rows) for source in database.sources])
-
-
-def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[str, pa.Table]]) -> bool:
-    if not source.store.is_local or source.is_live or source.journals:
-        return False
-    try:
-        for file in database.sums.files:
-            if file.pair == pair and file.run == source.run:
-                folder = Path(source.store.root)
-                with unnamed_file(folder, SUMS) as temporary:
-                    shutil.copyfile(file.path, temporary)
-                    temporary.rename(folder / file.relative)
-                _remove_outdated(source, pair, file.kind)
-        for kind, of_runs in rows.items():
-            write_sums(source, pair, KINDS[kind], of_runs[source.run])
-        write_index(Path(source.store.root))
-    except OSError:
-        return False
-    return True
-
-
-def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
-    schema = sums_schema(source, pair, spec)
-    folder = Path(source.store.root)
-    with unnamed_file(folder, SUMS) as temporary:
-        written = write_checked(temporary, f"{SUMS}/{spec.name}", schema, [rows.cast(schema)], **SUMS_OPTIONS)
-        assert written.footer is not None
-        temporary.rename(folder / sums_file(spec.name, written.footer))
-    _remove_outdated(source, pair, spec.name)
-
-
-def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Delete the sums that were outdated when the trace was opened. Files replaced since then are kept, because other
-    processes may still read them."""
-    for relative in source.outdated_sums.get((kind, pair), []):
-        Path(source.store.root, relative).unlink(missing_ok=True)
-
-
-def _steps(database: Database, run: str | None = None) -> list[Chunk]:
-    query = f"""
-        SELECT run, step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences
-        {"" if run is None else f"WHERE run = {quoted(run)}"} GROUP BY run, step ORDER BY run, step
-    """
-    places = {source.run: place for place, source in enumerate(database.sources)}
-    steps = [
-        Chunk(run, step, step, num_tokens, num_sequences, True)
-        for run, step, num_tokens, num_sequences in database.connection.execute(query).fetchall()
-    ]
-    return sorted(steps, key=lambda step: places[step.run])
-
-
-def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> list[Chunk]:
-    query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
-    kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
-    missing = set()
-    for chunk in _joined((step for step in steps if step.run in kept), CHUNK_TOKENS):
-        names = {"a": quoted(pair[0]), "b": quoted(pair[1]), "run": quoted(chunk.run)}
-        query = sql_file("missing").format(**names, first_step=chunk.first_step, last_step=chunk.last_step)
-        missing |= {(chunk.run, step) for (step,) in database.connection.execute(query).fetchall()}
-    return _chunks(
-        database,
-        [replace(step, is_missing=step.run not in kept or (step.run, step.first_step) in missing) for step in steps],
-    )
-
-
-def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
-    return unit_tokens(database, CHUNK_TOKENS, sum(step.num_tokens for step in steps))
-
-
-def _chunks(database: Database, steps: Sequence[Chunk]) -> list[Chunk]:
-    return list(_joined(steps, _most_tokens(database, steps)))
-
-
-def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
-    for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
-        for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
-            num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))
-            yield replace(part[0], last_step=part[-1].last_step, num_tokens=num_tokens, num_sequences=num_sequences)
-
-
-def _size(chunk: Chunk) -> tuple[int, int]:
-    return chunk.num_tokens, chunk.num_sequences
-
-
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
     num_tokens = Counter[str]()
     for chunk in chunks:
         num_tokens[chunk.run] += chunk.num_tokens
     read_in_part = {chunk.run for chunk in chunks if not chunk.is_missing}
     return {run for run, number in num_tokens.items() if number <= EXACT_TOKENS} - read_in_part
-
-
-def run_chunks(database: Database, run: str) -> list[Chunk]:
-    return _chunks(database, _steps(database, run))
-
-
-def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
-    most_tokens, num_chunks = _most_tokens(database, chunks), Counter(chunk.run for chunk in chunks)
-    units: list[Unit] = []
-    for is_whole, parts in groupby(chunks, key=lambda chunk: num_chunks[chunk.run] == 1):
-        if is_whole:
-            units += map(tuple, packed(parts, _size, (most_tokens, CHUNK_SEQUENCES)))
-        else:
-            units += [(chunk,) for chunk in parts]
-    return units
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:

@@ -22,11 +22,11 @@ from ...schemas.documents import Contract
 from ...schemas.errors import InvalidOption, TimTraceError
 from ...schemas.layout import MANIFEST
 from ...schemas.passes import TRAIN
-from ...tracer.hooks.models import described
 from ...tracer.progress import Progress, no_progress, unheard
 from ...tracer.recorder import Recorder
 from ...tracer.store import first_line
 from ...tracer.weights.attach import load_folder
+from ...tracer.weights.identity import described
 from ..arm_option import EXACT, HF, VLLM
 from ..arm_pass import forward_of
 from ..arms import parse_arm

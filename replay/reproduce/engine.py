@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ... import __version__
 from ...schemas.errors import CannotReplay
 from ...schemas.results import Result
+from ...schemas.version import __version__
 from ...tracer import environment
 from ...tracer.located import A, B, Divergence, Located
 from ...tracer.progress import Progress, no_progress

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from string import Formatter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tim_trace.analysis.attribution import text
 from tim_trace.analysis.attribution.attribution import SUSPECTS, Attribution, Evidence, Suspect
-from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.settings import suspect_of
 from tim_trace.analysis.attribution.text import (
     DIFFERENCES,
@@ -23,15 +20,12 @@ from tim_trace.analysis.attribution.text import (
 )
 from tim_trace.analysis.facts import changes as timeline
 from tim_trace.analysis.facts import series as fall_module
-from tim_trace.analysis.facts.changes import NOTHING, ChangePoint, with_onset
-from tim_trace.analysis.facts.mismatch import RunMismatch, read_run_mismatch
-from tim_trace.analysis.facts.recorded import RecordedChange
-from tim_trace.analysis.facts.rollouts import Rollouts
+from tim_trace.analysis.facts.changes import ChangePoint, with_onset
+from tim_trace.analysis.facts.mismatch import read_run_mismatch
 from tim_trace.analysis.facts.series import Fall, Outcome, Series, _settled_above, find_fall, find_flat, refined
 
 # The functions of the package hide its modules of the same names.
 
-WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
 STEPS = np.arange(1, 101)
 FALL = Fall(
     outcome="reward", onset_of="reward", kind="collapse", step=60, low=58, high=62, interval=(57, 63), fallen=65,
@@ -39,100 +33,8 @@ FALL = Fall(
 )  # fmt: skip
 
 
-def run_mismatch(size=0.2, *, first=0.0, settled=0.0, late=0.0):
-    return RunMismatch(size=size, first=first, settled=settled, late=late)
-
-
 def change(step, before=1.0, after=2.0, *, margin=0, size_in_sd=9.0):
     return ChangePoint(step, step - margin, step + margin, before, after, size_in_sd, 0.0)
-
-
-def checked(code, *, fails=True, signal=""):
-    """A result of check; a cause of weights that differ stands for the finding with it."""
-    cause = code if code in ("stale_weights", "partial_sync", "adapter", "quantised") else None
-    finding = SimpleNamespace(
-        code="weights_differ" if cause else code, fails=fails, next="", numbers={"cause": cause} if cause else {}, signal=signal,
-        effect=1.0, share=1.0, title=code,
-    )  # fmt: skip
-    return SimpleNamespace(findings=[finding], is_valid=not fails)
-
-
-class GivenFacts(Facts):
-    """Facts of a run without sequences, except for what a test gives in place of what they would read or compute."""
-
-    def __getattribute__(self, name):
-        given = object.__getattribute__(self, "__dict__").get("given", {})
-        return given[name] if name in given else super().__getattribute__(name)
-
-
-EMPTY = Rollouts(**{name: np.empty(0) for name in Rollouts.__dataclass_fields__} | {"group": np.empty(0, int)})
-REWARD = Outcome(name="reward", steps=STEPS, values=np.zeros(len(STEPS)), is_evaluation=False)
-
-
-def facts(series=None, **given):
-    known = {
-        name: Series(name, STEPS, np.asarray(values, float), "log", name) for name, values in (series or {}).items()
-    }
-    found = GivenFacts(
-        trace="run", series=known, outcomes=(), fall=FALL, mismatch=None, checked=None, database=None,
-        pair=("train", "rollout"), settings={}, notes=(),
-    )  # fmt: skip
-    found.__dict__["given"] = {
-        "steps": STEPS, "rollouts": EMPTY, "changes": {}, "near": (), "earlier": (), "moves": NOTHING, "outcome": REWARD,
-    } | given  # fmt: skip
-    return found
-
-
-def codes(evidence):
-    return {each.code: each.points for each in evidence}
-
-
-def given_change(series, kind, before=1.0, after=2.0, *, size_in_sd=20.0, low=58, high=59, shape="shift", step=59):
-    """What a run was given is another thing from a step near the fall on."""
-    return RecordedChange(
-        series=series, kind=kind, step=step, low=low, high=high, before=before, after=after, size_in_sd=size_in_sd,
-        shape=shape, order="with",
-    )  # fmt: skip
-
-
-def set_at(series, step, before=1.0, after=2.0):
-    """A setting that somebody changed."""
-    return given_change(series, "setting", before, after, size_in_sd=None, low=step, high=step, shape="set", step=step)
-
-
-def level(before, after, at=50):
-    return np.where(at > STEPS, before, after)
-
-
-# --- one number: function of it, just under, just over ---------------------------------------------------------------
-
-
-# --- correlations of sequences ----------------------------------------------------------------------------------------
-
-
-# --- order, lags and checks -------------------------------------------------------------------------------------------
-
-
-def lagging(at_fall, before=0.0, *, since=50, **given):
-    """A run that is sampled by weights so many updates behind, from a step on; the fall may begin at 57 - 3."""
-    lag = np.where(since > STEPS, before, at_fall)
-    return facts(series={"version_lag": lag}, **{"mismatch": run_mismatch()} | given)
-
-
-# --- what a run was given ---------------------------------------------------------------------------------------------
-
-
-# --- a control --------------------------------------------------------------------------------------------------------
-
-
-def steps_of(run, *, parted_at=100, prompts_at=100):
-    """Rollouts of 20 steps with 4 sequences each; responses and prompts that are other ones from a step on."""
-    step = np.repeat(np.arange(1, 21), 4)
-    other = 1000 * run
-    prompt = step * 10 + other * (step >= prompts_at)
-    whole = np.arange(80) + other * (step >= min(parted_at, prompts_at))
-    values = {"step": step, "prompt": prompt, "whole": whole}
-    return Rollouts(**{name: values.get(name, np.zeros(80)) for name in Rollouts.__dataclass_fields__})
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -343,10 +245,6 @@ def test_a_fall_and_its_change_have_one_onset():
 # --- codes ------------------------------------------------------------------------------------------------------------
 
 
-def numbers_of(sentence):
-    return {name for _, name, _, _ in Formatter().parse(sentence) if name} - {"changed"}
-
-
 def test_every_code_in_the_rules_has_a_sentence():
     room = Path(text.__file__).parent
     source = "".join(file.read_text(encoding="utf-8") for file in room.rglob("*.py") if file.name != "text.py")
@@ -360,14 +258,6 @@ def test_every_code_in_the_rules_has_a_sentence():
 def test_an_engine_that_moves_on_is_told_by_the_prefixes_that_changed(still, said):
     values = {"still_share": still, "num_openings": 1075, "trainer_share": 0.0}
     assert said in text.evidence_sentence(Evidence(points=0.0, code="engine_moves_on", values=values))
-
-
-def columns_of(rollouts):
-    return {name: getattr(rollouts, name) for name in Rollouts.__dataclass_fields__}
-
-
-def replace_rewards(rollouts, reward_):
-    return Rollouts(**columns_of(rollouts) | {"reward": reward_})
 
 
 @pytest.mark.parametrize(("jumps_at", "size"), [(64, 2.0), (65, 2.0), (66, 0.003)])
@@ -394,6 +284,3 @@ def test_one_step_of_mismatch_at_the_end_of_an_onset_is_an_outlier():
 )  # fmt: skip
 def test_a_setting_belongs_to_a_suspect_by_its_name(name, owner):
     assert suspect_of(name) == owner
-
-
-GROUPS_, MEMBERS = 5, 4

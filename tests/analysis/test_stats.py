@@ -8,7 +8,7 @@ from builders import add_step, make_batch, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace import pair_sums, quantiles, ragged, sums
+from tim_trace.analysis.trace import chunks, pair_sums, quantiles, ragged, sums
 from tim_trace.analysis.trace.connection import Connection
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import connect, open_database
@@ -250,8 +250,8 @@ def test_chunks_batches_and_blocks_change_no_number(tmp_path, monkeypatch):
     whole = {by: stats(tmp_path / "run", by=by).rows for by in ("run", "step")}
     for path in (tmp_path / "run" / "sums").iterdir():
         path.unlink()
-    monkeypatch.setattr(sums, "CHUNK_TOKENS", 20)
-    monkeypatch.setattr(sums, "CHUNK_SEQUENCES", 7)
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 20)
+    monkeypatch.setattr(chunks, "CHUNK_SEQUENCES", 7)
     monkeypatch.setattr(pair_sums, "BATCH_ROWS", 2)
     monkeypatch.setattr(pair_sums, "BATCH_TOKENS", 0)
     monkeypatch.setattr(ragged, "_BLOCK_TOKENS", 7)
@@ -437,7 +437,7 @@ def test_runs_together_have_the_numbers_and_sums_that_each_has_alone(tmp_path, m
     for number, name in enumerate(names):
         make_trace(alone / name, first=1 + number, steps=3 if name == "longer" else 2)
     shutil.copytree(alone, together)
-    monkeypatch.setattr(sums, "CHUNK_TOKENS", 70)  # two or three of the runs, and some steps of the longer one
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 70)  # two or three of the runs, and some steps of the longer one
     rows = {by: [row for name in sorted(names) for row in stats(alone / name, by=by).rows] for by in ("run", "step")}
     assert {by: stats([together / name for name in names], by=by).rows for by in rows} == rows
     last = {row[0]: row for row in rows["step"]}

@@ -15,9 +15,10 @@ from accelerate.utils import extract_model_from_parallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from collectives import refuse_in_guards
-from tim_trace.tracer.hooks.models import class_path, dtypes, is_whole, keeps_weights, own_tensors, trained_model
+from tim_trace.tracer.hooks.models import is_whole, keeps_weights, own_tensors, trained_model
 from tim_trace.tracer.hooks.session import Order, Session
 from tim_trace.tracer.hooks.trl_trainer import TrainerHooks
+from tim_trace.tracer.weights.identity import class_path, dtypes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,

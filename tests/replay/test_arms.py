@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from tim_trace.replay import arms
 from tim_trace.replay.arm_option import ENGINES, FACTORY, GRADIENT, LOCATE
-from tim_trace.replay.arms import OPTIONS, Arm, names_for, parse_arm
+from tim_trace.replay.arms import OPTIONS, Arm, parse_arm
 from tim_trace.replay.backends.kernels import KERNELS
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.steps import parse_steps
@@ -91,11 +91,7 @@ def test_an_attention_kernel_is_known_to_torch_or_transformers(kernel):
     assert parse_arm(f"attention={kernel}").name == kernel
 
 
-def test_what_takes_arms_says_so_from_one_description():
-    assert names_for(GRADIENT) == [
-        "dtype", "quantize", "lm-head", "logits-dtype", "attention", "batch-size", "batch-tokens", "padding", "threads",
-        "deterministic", "temperature", "weights-version",
-    ]  # fmt: skip
+def test_an_arm_names_the_options_that_its_engine_ignores():
     assert Arm(mode="decode").unheard == ["mode"]
     assert Arm(engine="vllm", mode="decode", prefix_caching="off").unheard == []
     assert Arm(engine="vllm", prefix_caching="on").unheard == ["prefix_caching"]

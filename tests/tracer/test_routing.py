@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tim_trace.tracer.routing import NOT_ROUTED, RouterTap, choice, facts, id_dtype, is_mixture, of_cells, routers
+from tim_trace.tracer.routing import RouterTap, choice, facts, id_dtype, is_mixture, of_cells, routers
 
 SHAPE = {
     "vocab_size": 16, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2,
@@ -91,4 +91,3 @@ def test_ids_are_as_small_as_they_can_be():
     assert [id_dtype(count) for count in (128, 129, 1 << 15, 1 << 16, None)] == [
         torch.int8, torch.int16, torch.int16, torch.int32, torch.int32,
     ]  # fmt: skip
-    assert NOT_ROUTED == -1

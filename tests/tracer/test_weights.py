@@ -13,11 +13,11 @@ from tim_trace.analysis.query import sql
 from tim_trace.schemas.documents import Manifest, WriterState
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord, WeightsMissing
 from tim_trace.tracer.create import new_trace
-from tim_trace.tracer.hooks.models import dtypes
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights import chunks
 from tim_trace.tracer.weights.chunks import added, apply_changes, changes_of, decode_changes, write_changes
+from tim_trace.tracer.weights.identity import dtypes
 from tim_trace.tracer.weights.layout import model_parameters, model_tensors
 from tim_trace.tracer.weights.reader import WeightReader
 from tim_trace.tracer.weights.writer import WeightWriter

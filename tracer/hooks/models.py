@@ -1,15 +1,14 @@
-"""Read a trained model's identity, numerics and tensors."""
+"""Read a trained model's numerics and tensors."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from hashlib import sha256
 from typing import Any
 
 from ..routing import facts
+from ..weights.identity import class_path, dtypes
 from ..weights.layout import flat_parameter, is_sharded, model_parameters, model_tensors, num_elements
 
 _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -194,39 +193,3 @@ def fsdp_casts(model: Any) -> dict[str, str]:
     names = {"param_dtype": "parameters_dtype", "buffer_dtype": "buffers_dtype", "output_dtype": "outputs_dtype"}
     found = {name: getattr(policy, field, None) for field, name in names.items()}
     return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items() if dtype is not None}
-
-
-def class_path(model: Any) -> str:
-    kind = type(getattr(model, "_modules", {}).get("_fsdp_wrapped_module", model))
-    if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__bases__):
-        kind = kind.__bases__[-1]
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def dtypes(model: Any) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for parameter in model_parameters(model):
-        counts[str(parameter.dtype).removeprefix("torch.")] += num_elements(parameter)
-    return dict(sorted(counts.items()))
-
-
-def described(model: Any, name: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    counts = dtypes(model)
-    return {
-        "name": name,
-        "class": class_path(model),
-        "num_parameters": sum(counts.values()),
-        "dtypes": counts,
-        "config": config,
-    }
-
-
-def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return {
-        "name": getattr(tokenizer, "name_or_path", None),
-        "class": f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
-        "vocab_size": len(tokenizer),
-        "sha256": None if backend is None else sha256(backend.to_str().encode()).hexdigest(),
-    }

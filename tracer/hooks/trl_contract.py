@@ -6,8 +6,9 @@ from urllib.request import urlopen
 
 from ...schemas.documents import PREFIX_TREE, Contract, plain
 from .. import environment
+from ..weights.identity import class_path, described, dtypes
 from ..weights.layout import model_parameters, num_elements
-from .models import class_path, described, dtypes, numerics, trained_model
+from .models import numerics, trained_model
 from .trl_release import SERVER_URL, TEMPERATURE, find, fused_lm_head
 
 

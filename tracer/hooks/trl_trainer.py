@@ -13,11 +13,12 @@ from ...schemas.layout import EVAL_SPLIT, TRAIN_SPLIT
 from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ..batch import Batch
 from ..optimizer import optimizer_statistics, underlying
+from ..weights.identity import tokenizer_identity
 from ..weights.layout import is_sharded, replicated
 from ..writer import Part
 from . import trl_batches, trl_contract
 from .engine_call import EngineCall
-from .models import tokenizer_identity, trained_model
+from .models import trained_model
 from .patches import Original, arguments
 from .session import Session
 from .trl_release import NUM_GENERATIONS, find, lost, name_of, own_loss, unknown_output

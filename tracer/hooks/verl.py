@@ -15,9 +15,9 @@ from ...schemas.layout import PASSES
 from ...schemas.passes import REFERENCE, ROLLOUT, TRAIN
 from ..snapshot import read_contract
 from ..store import Store
+from ..weights.identity import tokenizer_identity
 from ..writer import Part
 from . import verl_batches
-from .models import tokenizer_identity
 from .patches import Original, Patches, Points, arguments, version_sentence
 from .session import Session
 from .verl_batches import FORWARD_KEYS, UPDATE_KEY, Row

@@ -6,7 +6,8 @@ from typing import Any
 from ...schemas.documents import PACKED_ROWS, Contract, plain
 from ...schemas.loss import PPO, SEQUENCE_MEAN, TOKEN, Loss
 from .. import environment
-from .models import class_path, described, dtypes, numerics
+from ..weights.identity import class_path, described, dtypes
+from .models import numerics
 
 _ENGINE = (
     "strategy", "dtype", "model_dtype", "mixed_precision", "use_remove_padding", "use_fused_kernels", "use_dynamic_bsz",

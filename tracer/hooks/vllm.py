@@ -10,9 +10,9 @@ from ...schemas.documents import Contract
 from ...schemas.layout import TRAIN_SPLIT
 from ...schemas.passes import ROLLOUT
 from .. import environment
+from ..weights.identity import tokenizer_identity
 from ..writer import Part
 from .engine_call import EngineCall, Requested, asking, cut_down, room_for
-from .models import tokenizer_identity
 from .patches import Original, Patches, Points, arguments, version_sentence
 from .session import Session
 from .vllm_contract import Conditions, engine_contract, sampling_settings

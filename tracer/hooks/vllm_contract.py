@@ -7,7 +7,7 @@ from typing import Any
 
 from ...schemas.documents import Contract
 from .. import environment
-from .models import class_path
+from ..weights.identity import class_path
 
 _CONFIGS: Mapping[str, tuple[str, ...]] = {
     "model_config": (

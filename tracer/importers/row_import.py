@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ... import __version__
 from ...schemas.capture import Capture
 from ...schemas.documents import Manifest, now
 from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
 from ...schemas.layout import METRICS, TRAIN_SPLIT
 from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import ARRAYS, GIVEN, PER_TOKEN, TOKEN_SCORES, Column
+from ...schemas.version import __version__
 from ..batch import Batch
 from ..create import grown_trace, whole_trace
 from ..dense import Logits, TopK, tail_of

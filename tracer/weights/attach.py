@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 from ...schemas.errors import InvalidOption, WeightsMissing, option
 from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Segment
 from ..create import grown_trace
-from ..hooks.models import described, tokenizer_identity
 from ..snapshot import Snapshot, take_snapshot
 from ..store import Store, first_line, listed
 from ..verified_file import FileCursor
 from ..whole_file import remove, write_part
 from ..writer import TraceWriter
 from .checkpoints import DTYPES
+from .identity import described, tokenizer_identity
 from .reader import WeightReader
 
 _DECIDING = (
