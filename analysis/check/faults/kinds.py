@@ -372,6 +372,8 @@ def _is_of_both(data: PairData) -> bool:
 
 MIN_SECOND = 0.2
 """Minimum probability for also reporting the second most probable kind."""
+MIN_CLEAR = 0.6
+"""Minimum probability of a kind for reporting it before a recorded setting that could explain the mismatch as well."""
 MAX_ROUNDING = 0.1
 """A mismatch that rounding could explain is a fault only if the probability of rounding is below this. With each author's
 runs held out, 0 of 1,304 healthy runs and 3 of 92 H100 pairs are below it, and 64 of 495 of one author's far sharper
@@ -396,7 +398,7 @@ COMPUTATION = Fault(
     words=dict.fromkeys(("equal_weights", "judged", "setting"), features.judged_words),
     causes={
         "since": "one side's model or numerics changed during the run",
-        "setting": "one side's model differs, probably in a part that a recorded setting controls",
+        "setting": "one side's model differs, possibly in a part that a recorded setting controls",
         "head": "one side's output layer differs, such as a missing bias: each token id has its own mismatch",
     },
 )  # fmt: skip
@@ -550,7 +552,8 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     is_early = first in _LIKE_SETTINGS and found[0].numbers["cause"] != "head" and not _grew(data)
     if is_early and unusual_settings(data):
         setting = _finding(data, "model", "setting", sum(known[kind] for kind in _LIKE_SETTINGS), place)
-        found = [setting, *(each for each in found if each.code != COMPUTATION.code)]
+        found = [each for each in found if each.code != COMPUTATION.code]
+        found.insert(int(first != "model" and known[first] >= MIN_CLEAR), setting)
     return found
 
 
