@@ -61,7 +61,7 @@ def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.Reco
 
 
 def write_parquet(path: Path, relative: str, table: str, batches: list[pa.RecordBatch]) -> SealedFile:
-    """Write a table. Scores are grouped by pass. `relative` is the file's future path in the trace."""
+    """Write a table. Scores are grouped by pass. `relative` is the file's final path in the trace."""
     parts = _by_pass(batches) if table in (SCORES, EVAL_SCORES) else [pa.Table.from_batches(batches)]
     groups = (
         part.slice(start, stop - start)

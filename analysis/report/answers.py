@@ -211,7 +211,7 @@ def fall_answer(subject: Subject) -> Answer:
     title = as_cause(first, subject.diagnosis.checked if subject.diagnosis else None).title
     return Answer(
         code=found.cause or "unknown_cause", severity=BAD,
-        short=f"{'learning stalled' if fall.kind == FLAT else 'collapsed'}: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{title}",
+        short=f"{'learning stalled' if fall.kind == FLAT else 'collapsed'}{', top suspect' if not found.cause and first.code != 'unknown' else ''}: {title}",
         figure=f"{fall.course} step {fall.step}{interval_text(*fall.interval)}",
         basis=_probability(found, first), detail=detail,
     )  # fmt: skip

@@ -34,7 +34,7 @@ def tail(gain: float, n: int) -> float:
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the smallest significant reduction of the sum of squares by a cut, in units of the long-run variance."""
+    """Return the smallest significant reduction in the sum of squares from one cut, in units of the long-run variance."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1

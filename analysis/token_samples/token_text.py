@@ -83,7 +83,7 @@ def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
 
 
 def of_bytes(content: bytes) -> str:
-    """Decode UTF-8. The bytes of an incomplete character are shown in hexadecimal, such as <0xE2>.
+    """Decode UTF-8. The bytes of an incomplete character are shown in hexadecimal, e.g. <0xE2>.
 
     >>> of_bytes(b"a\\xe2\\x82")
     'a<0xE2><0x82>'

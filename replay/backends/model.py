@@ -194,8 +194,8 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CannotReplay(
-            f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}) and "
-            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that the weights belong to this "
+            f"the weights do not match the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}) and "
+            f"{len(extra)} are unexpected ({', '.join(extra[:3])}); check that the weights belong to this "
             "model. If the model has adapters, record the trace with this tim-trace release or a later one"
         )
     with torch.no_grad():
@@ -203,7 +203,7 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
             source = to_torch(tensors[name])
             if source.shape != target.shape:
                 raise CannotReplay(
-                    f"the weights do not fit the model: {name} has shape {tuple(source.shape)}, but the model expects "
+                    f"the weights do not match the model: {name} has shape {tuple(source.shape)}, but the model expects "
                     f"{tuple(target.shape)}; check that the weights belong to this model"
                 )
             if dtype is None and source.dtype != target.dtype:

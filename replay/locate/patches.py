@@ -111,9 +111,9 @@ def _choices(giver: Execution, rows: Sequence[RecordedRow], of: list[RecordedRow
 def _score_with(
     taker: Execution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow], of: list[RecordedRow]
 ) -> dict[str, np.ndarray]:
-    """Return the taker's float64 logprobs [T] by sequence when its routers choose the experts in `chosen`. For tokens
-    where the taker chooses the same experts itself, its own expert weights and order are kept, so that only different
-    choices have an effect."""
+    """Return the taker's float64 logprobs [T] by sequence with its routers forced to choose the experts in `chosen`. For
+    tokens where the taker would choose the same experts anyway, its own expert weights and order are kept, so that only
+    differing choices have an effect."""
     known = routers(taker.model)
     shape = next(iter(chosen.values())).expert_ids.shape[1:]
 

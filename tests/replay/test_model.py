@@ -76,7 +76,7 @@ def test_weights_that_do_not_fit_are_refused(mixed):
     tensors = kept(mixed)
     tensors["stray"] = tensors.pop("model.norm.weight")
     with pytest.raises(
-        CannotReplay, match=r"1 tensors are missing \(model.norm.weight\) and 1 are unknown to the model \(stray\)"
+        CannotReplay, match=r"1 tensors are missing \(model.norm.weight\) and 1 are unexpected \(stray\)"
     ):
         models.load(rebuilt(mixed), tensors, None)
     tensors = kept(mixed)
