@@ -60,6 +60,7 @@ _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 _NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
 _ZEROED = "been set to 0 although their rewards differ"
 _TRUNCATED = "; they are truncated, and may be left out of the loss on purpose"
+_COUNT = ", but their rewards count in their groups' baselines"
 KL_IN_REWARD = r"(^|[./])(use_)?kl_in_reward$"
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
 _LOST = "coalesce(NOT isfinite({}), false)"
@@ -215,18 +216,28 @@ class DataRows:
         return _left_out(self.reward, self.cell)
 
     @cached_property
+    def trains(self) -> np.ndarray:
+        """True for rows with tokens in the loss, except truncated rows if these all have an advantage of 0, [N] bool."""
+        in_loss = self.rows["loss_length"] > 0
+        cut = in_loss & (self.ended == "length")
+        are_zeroed = cut.sum() >= 8 and (self.rows["advantage"][cut] == 0).all()
+        return np.asarray(in_loss & ~(cut & are_zeroed))
+
+    @cached_property
     def counts_masked(self) -> bool | None:
-        """Whether rewards of rows without tokens in the loss count toward their group's mean. None if unclear."""
+        """Whether rewards of rows that do not train count toward their group's mean. None if unclear."""
         cell, advantage, reward = self.cell, np.nan_to_num(self.rows["advantage"]), self.reward
-        trains = 1.0 * (self.rows["loss_length"] > 0)
+        trains = 1.0 * self.trains
         share = np.maximum(mean_of(cell, trains), TINY)
-        apart = np.abs(mean_of(cell, reward) - mean_of(cell, reward * trains) / share)
-        asked = (trains > 0) & (share < 1) & (self.labels > 0) & (apart > 0.01)
+        apart = mean_of(cell, reward * trains) / share - mean_of(cell, reward)
+        asked = (trains > 0) & (share < 1) & (self.labels > 0) & (np.abs(apart) > 0.01)
         least = CLOSE * rms_of(self.at, advantage)
         means = (mean_of(cell, advantage), mean_of(cell, advantage * trains) / share)
         with_masked, without = (asked.sum() >= 8 and (np.abs(mean) < least)[asked].mean() > 0.95 for mean in means)
         if without:
             return False
+        # If the advantages of the other rows were set to 0, those that remain do not average 0.
+        with_masked |= asked.sum() >= 8 and (np.sign(means[1]) == np.sign(apart))[asked].mean() > 0.95
         return True if with_masked else None
 
     @cached_property
@@ -924,7 +935,7 @@ def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFindin
             # A constant penalty may be intended.
             affected = truncated & (data.length > 0) & (not is_steady)
             rule = "a different baseline or scale from the rest of their group: they are truncated, and their rewards or advantages may have been changed afterwards"
-            rule = rule if data.a[affected].any() else _ZEROED + _TRUNCATED
+            rule = rule if data.a[affected].any() else _ZEROED + _TRUNCATED + _COUNT * bool(run.counts_masked)
             return [*run.find("advantages_mixed", affected, rows=known, rule=rule, notice=True)]
         if is_steady:
             coefficient = np.full(len(chosen), np.nan)
@@ -1033,7 +1044,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         last[row[order]] = later[order]  # the last turn has the longest prompt
         turns = [(_OF_TURNS, mean_of(run.cell, reward[last])), (_OF_OWN_TURNS, mean_of(run.cell, reward))]
     if run.counts_masked is False:
-        known &= run.rows["loss_length"] > 0
+        known &= run.trains
     r, a, length = (run.rows[name][known] for name in ("reward", "advantage", "loss_length"))
     labels = run.labels[known]
     at = np.unique(run.rows["step"][known], return_inverse=True)[1]
@@ -1109,7 +1120,9 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
                 rest[2]["notice"] = True
             if rest[0] == "advantages_mixed" and not data.a[rest[1]].any():
                 is_truncated = bool((run.ended[known] == "length")[rest[1]].mean() > 0.95)
-                text = _TRUNCATED if is_truncated else _copies_text(run, known, rest[1])
+                text = _copies_text(run, known, rest[1])
+                if is_truncated:
+                    text = _TRUNCATED + _COUNT * bool(run.counts_masked)
                 rest[2].update(rule=rest[2]["rule"] + text, notice=is_truncated)
             yield from run.find(rest[0], rest[1], rows=known, **rest[2])
             return
