@@ -141,11 +141,12 @@ _HAS_REWARDS = "SELECT EXISTS (FROM sequences WHERE reward IS NOT NULL)"
 
 
 def _unpaired(database: Database, trace: str) -> CheckResult | None:
-    """Check only rewards, advantages, groups and the reference. None without any, or if `rollout` has logprobs."""
+    """Check only rewards, advantages, groups and the reference. None without any, or if `rollout` has logprobs of tokens in
+    the loss."""
     scored = columns.num_scored(database)
-    if ROLLOUT in scored:
+    if ROLLOUT in scored and not columns.masks_everything(database):
         return None
-    sample = read_sample(database, (TRAIN, TRAIN), []) if TRAIN in scored else None
+    sample = read_sample(database, (TRAIN, ROLLOUT if ROLLOUT in scored else TRAIN), []) if TRAIN in scored else None
     found = data_findings(database, sample)
     if len(scored) < 2 and not found and database.connection.execute(_HAS_REWARDS).fetchall() == [(False,)]:
         return None

@@ -370,7 +370,7 @@ def _side(
     is_low, is_possible = entropy < 0.99 * least - _IMPOSSIBLE_NATS, entropy <= 1.01 * most
     share_lost = float(np.mean((is_low | ~is_possible)[there])) if there.any() else 0.0
     # If a token's logprob was lost, its entropy is too large. An entropy that is too small belongs to another token.
-    is_known = np.isfinite(entropy).any() and is_low[there].mean() <= MOST_LOST
+    is_known = np.isfinite(entropy[there]).any() and is_low[there].mean() <= MOST_LOST
     return PassSample(
         name=name, logprobs=logprobs, is_null=array_of(flat(table[side])[0].is_null()),
         entropy=entropy if is_known else None, share_lost=share_lost,

@@ -124,9 +124,19 @@ def has_versions_of_current(database: Database) -> bool:
     return database.connection.execute(query).fetchall() == [(0,)]
 
 
+def masks_everything(database: Database) -> bool:
+    """Return True if loss masks were recorded but leave out every token."""
+    query = (
+        "SELECT count(response_mask) > 0 AND NOT coalesce(bool_or(list_bool_or(response_mask)), false) FROM sequences"
+    )
+    return sequence_columns(database).mask and database.connection.execute(query).fetchall() == [(True,)]
+
+
 def why_nothing(database: Database, pair: Pair) -> str:
     counts = num_scored(database)
     where = ", ".join(source.run for source in database.sources)
+    if masks_everything(database):
+        return f"{where} has no token in the loss: response_mask is false for every token, so nothing is learned"
     if not database.kept_steps and database.connection.execute(_SCALARS_ALONE).fetchall() == [(True,)]:
         return (
             f"{where} has logged scalars but no tokens; record the run with tim-trace record, or import a dump with logprobs "
