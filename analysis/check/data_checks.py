@@ -253,6 +253,11 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
         yield from find("one_row_groups", repeated, rows_per_prompt=len(at) / num_prompts)
     elif mixed.any():
         yield from find("groups_mix_prompts", mixed, num_groups=len(np.unique(group[mixed])), most=int(prompts.max()))
+    elif (apart := (prompts == in_group) & (in_group > 2)).mean() > 0.95 and not len(run.continued[0]):
+        # Turns of several trajectories would begin with the same prompt.
+        yield from find(
+            "groups_mix_prompts", apart, num_groups=len(np.unique(group)), most=int(prompts.max()), notice=True
+        )
     elif alone.sum() >= 3 and in_group.max() > 1:
         yield from find("rows_alone", alone)
     elif np.ptp(groups) == 0 and groups[0] > 1 and in_group.min() > 1 and num_prompts > 3 * len(np.unique(at)):
@@ -647,6 +652,11 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
         if name in (TRAIN, ROLLOUT) or name.startswith(REPLAY_PREFIX):
             continue
         data = _other_pass(run.database, name, run.database.steps)
+        if data.num_kept and np.ptp(data.b) == 0:
+            text = f"because every {name} logprob is {data.b[0]:g}, so it was not computed"
+            numbers: dict[str, Any] = {"name": name, "what": "placeholders", "when": "", "explanation": text}
+            yield from run.find("reference_apart", run.at >= 0, size=float(np.abs(data.d).mean()), **numbers)
+            continue
         moved = [*_moved(run, name, data)]
         yield from moved
         if name == CURRENT:
@@ -874,15 +884,20 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     rows = np.flatnonzero(is_given)
     if not names:
         return
+    setting = run.setting(r"(^|[./])reward_func(tion)?s$", r"[,\s]")
+    listed = [each.rpartition(".")[2] for each in re.findall(r"[\w.]+", setting.partition(" = ")[2])]
+    if {*names} <= {*listed} and (lost := [each for each in listed if each not in names]):
+        yield from run.find("reward_functions_unused", is_given, setting=setting, names=" and ".join(lost), notice=True)
     step, reward, parts = run.rows["step"][rows], run.rows["reward"][rows], parts[rows]
     find = partial(run.find, rows=rows)
     missing = np.isfinite(reward) & np.isnan(parts).all(axis=1)
     # If rows without parts have different rewards, these come from another source, so the finding is only a notice.
     yield from find("rewards_of_nothing", missing, notice=len({*reward[missing]}) > 1)
+    if np.isfinite(reward).sum() >= 20 and np.ptp(reward[np.isfinite(reward)]):
+        yield from _part_causes(run, rows)
     there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
     if there.sum() < 20 or np.ptp(reward[there]) == 0:
         return
-    yield from _part_causes(run, rows)
     least = (2.0**-8 if is_16_bit(reward[there]) else 1e-4) * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray, rows: np.ndarray | bool = True) -> np.ndarray | None:
@@ -946,15 +961,25 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     with np.errstate(over="ignore"):
         varies = [np.std(values[np.isfinite(values)]) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
     # A penalty may never apply, and the policy may always earn the maximum of a simple function.
-    idle = [
-        f"{name} always returns {values[0]:g}" for name, values in zip(names, parts[rows].T, strict=True)
-        if np.ptp(values) == 0 and values[0] != 1 and not _PENALTY.search(name)
-    ]  # fmt: skip
+    idle: dict[str, str] = {}
+    for name, values in zip(names, parts[rows].T, strict=True):
+        given, at = values[known := np.isfinite(values)], np.unique(run.at[rows][known], return_inverse=True)[1]
+        if not len(given) or _PENALTY.search(name):
+            continue
+        is_by_step = (
+            np.abs(given - mean_of(at, given)).max() <= TINY * np.abs(given).max() and np.bincount(at).min() >= 4
+        )
+        if np.ptp(given) == 0 and given[0] != 1:
+            idle[name] = f"{name} always returns {given[0]:g}"
+        elif np.ptp(given) and is_by_step and at.max() >= 4:
+            idle[name] = f"{name} returns one value per step for all its rows"
     if idle and any(varies):
         yield from run.find(
-            "reward_function_constant", rows > -1, rows=rows, explanation=" and ".join(idle), notice=True
+            "reward_function_constant", rows > -1, rows=rows, explanation=" and ".join(idle.values()), notice=True
         )
     for name, values in zip(names, parts.T, strict=True) if any(varies) else ():
+        if name in idle:
+            continue
         stuck = _stuck(run, np.sign(run.weights.get(name, 1.0)) * values) if np.isfinite(values).any() else None
         if stuck and not stuck[1] and not _PENALTY.search(name):
             text = f"from step {run.steps[run.at[stuck[0]].min()]} on, {name} always returns {values[stuck[0]][0]:g}"

@@ -70,6 +70,11 @@ class Finding:
         return self.side is not None and not self.is_expected
 
     @property
+    def is_declared(self) -> bool:
+        """True if recorded settings explain the finding, False if it is only harmless."""
+        return self.is_expected and self.numbers.get("cause") != "unknown"
+
+    @property
     def broken(self) -> Broken | None:
         return self.side if self.fails else None
 
@@ -289,6 +294,7 @@ KINDS = {
     "setting_contradicts": ("the rows contradict a recorded setting", "{explanation}, so the setting{plural} may be ignored", "SELECT step, group_id, seq_id, temperature, top_p, top_k, max_tokens, finish_reason, reward, advantage FROM {rows} ORDER BY step"),
     "kl_is_zero": ("the KL to the reference is always 0", "{name} is logged as 0 at all {num:,} steps, although {setting} is recorded, so the KL term has no effect: the reference was not computed, or it is the policy itself", "SELECT step, name, value FROM metrics WHERE name = '{name}' ORDER BY step"),
     "reward_function_constant": ("some reward functions are constant", "{explanation} ({num:,} rows), while other reward functions vary"),
+    "reward_functions_unused": ("some reward functions are not used", "{setting} is recorded, but rows have no reward from {names}, so these functions may not be called", "SELECT step, seq_id, rewards FROM {rows} WHERE cardinality(rewards) > 0 ORDER BY step"),
     "failures_rewarded": ("failed rollouts are trained on as if they were wrong answers", "{num:,} rows with finish reason {reasons} all have the reward {value:g}, an advantage, and tokens in the loss, so the policy learns from failures of the environment or the verifier"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups with fewer than {size} rows, the advantages do not sum to 0, although they do in complete groups, so rows were removed after the advantages were computed"),
     "rows_masked": ("rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss{explanation}"),

@@ -169,6 +169,7 @@ class _StepRows:
                 ("the sum over the loss tokens divided by the number of all tokens, including masked ones", self.sum(values, counts), "wrong"),
             ):  # fmt: skip
                 yield _Average(of, self.mean(total / np.maximum(num, 1), num), kind)
+                yield _Average(f"the mean over rows of {of}", self.mean(total / np.maximum(num, 1), num > 0), kind)
 
     @cached_property
     def log_ratio(self) -> np.ndarray:
@@ -264,6 +265,23 @@ def _divergence(rows: _StepRows, _: re.Match[str], a: str, b: str) -> _Averages:
             yield from rows.of_tokens(each * size)
 
 
+def _surprise(rows: _StepRows, _: re.Match[str]) -> _Averages:
+    yield from rows.of_rows(-rows.sum(rows.tokens["train"]), "rows")
+
+
+def _of_padding(found: _Contradiction, rows: _StepRows, logged: _Logged) -> _Contradiction:
+    """Add to a wrong mean of sums over rows that its error is about the same per padding position at all steps."""
+    mean, name = rows.mean(-rows.sum(rows.tokens["train"])), found.numbers["name"]
+    error = np.array([logged[name].get(int(step), np.nan) for step in rows.steps]) - mean
+    for width in (np.maximum.reduceat(rows.length, rows.starts)[rows.at], rows.length.max()):
+        each = error / np.maximum(rows.mean(width - rows.length), TINY)
+        each = each[np.isfinite(each)]
+        if len(each) > 3 and np.std(each) < 0.15 * abs(np.median(each)):
+            text = f", an error of about {np.median(each):.3g} for each padding position, so padding may be included"
+            return found._replace(is_notice=False, numbers=found.numbers | {"more": text})
+    return found
+
+
 def _importance(rows: _StepRows, _: re.Match[str]) -> _Averages:
     """Yield averages of the importance weights of tokens and of sequences, and of those weights cut by a recorded bound."""
     tokens, loss = rows.tokens, rows.loss or Loss()
@@ -315,7 +333,7 @@ _QUANTITIES: tuple[tuple[str, Callable[[_StepRows, re.Match[str]], _Averages], t
     (r"^frac_reward_zero_std$", lambda rows, _: rows.of_rows(1.0 - rows.varies), ()),
     (r"^((critic|ppo_actor|rl|rollout)/)?advantages?([/_]((?P<figure>max|min)|mean|avg))?$", _advantage, ()),
     (_OF_ACTOR + r"(policy_)?entropy(/all)?" + _MEAN, lambda rows, _: rows.of_tokens(rows.tokens["entropy"], "range", "right"), ("entropy",)),
-    (r"^objective/entropy$", lambda rows, _: rows.of_rows(-rows.sum(rows.tokens["train"]), "rows"), ("train",)),
+    (r"^objective/entropy$", _surprise, ("train",)),
     (r"(^|/)((ref_?|policy_)?kl|kl(_(loss|rewards?|penalty|div|ref))?)" + _MEAN, partial(_divergence, a="train", b="reference"), ("reference", "train", "current")),
     (r"(^|/)(ppo_kl|approx_?kl)" + _MEAN, partial(_divergence, a="train", b="current"), ("current", "train")),
     (r"^(?!.*(max|min|std|median)).*(mismatch_kl|gen_kl_error|logp(rob)?s?_(abs_)?diff|probs?_diff|reverse_kl|token_mult_prob_error)", partial(_divergence, a="train", b="rollout"), ("rollout", "train")),
@@ -382,6 +400,8 @@ def check_metrics(run: DataRows) -> Iterator[DataFinding]:
                     numbers["more"] = ", so a missing or masked value may have been included"
                     found.append(_Contradiction("metric_contradicts", True, affected, rows.steps, numbers))
             found += _compare(of_names, rows.steps, logged, needs, is_moved=averages in (_reward, _length))
+            if averages is _surprise:
+                found = [_of_padding(each, rows, logged) if each.numbers["name"] in matches else each for each in found]
             if averages in (_reward, _length) and not any(each.numbers["name"] in matches for each in found):
                 found += _extremes(logged, of_names, rows)
     for code in dict.fromkeys(each.code for each in found):

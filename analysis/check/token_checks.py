@@ -391,7 +391,10 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
             # If the ratio is not the same in all rows, some come from another distribution.
             if part_of_rows(sample, left) is None:
                 yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
-        if shift := best_lag(-side.logprobs, side.entropy, there, sample.seq, (-1, 1)):
+        # The expected -logprob of a sampled token is the entropy, so the slope is 1 if they belong together.
+        slope, left = np.polyfit(entropy, surprise, 1)[0], surprise - entropy
+        is_calibrated = abs(slope - 1) < 0.2 + 4 * left.std() / (np.std(entropy) * np.sqrt(len(place)))
+        if not is_calibrated and (shift := best_lag(-side.logprobs, side.entropy, there, sample.seq, (-1, 1))):
             best, own, lag = shift
             which = "next" if lag < 0 else "previous"
             yield from find("entropies_shifted", every, name=side.name, which=which, own=own, best=best)

@@ -111,7 +111,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     validity = "unknown: the trace has no tokens to check"
     if found.checked is not None:
         first = found.checked.findings[0]
-        expected = ", as expected from the recorded settings" if first.is_expected else ""
+        expected = ", as expected from the recorded settings" if first.is_declared else ""
         validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{expected}"
         if found.checked.has_few_tokens:
             validity = f"cannot tell: {_few(found.checked)}"

@@ -327,3 +327,29 @@ def test_a_model_that_differs_from_the_first_step_on_has_a_setting_that_may_be_i
     known = [each.numbers["settings"] for each in found if each.signal == "setting"]
     assert known == ([] if settings is None else [settings])
     assert settings is None or f"has {settings}" in evidence_text(found[0])
+
+
+def test_a_run_whose_mask_leaves_out_every_token_is_told_so(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for number in range(1, 4):
+            step = sample(table(), 100 + number)
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses],
+                response_mask=[[False] * len(row) for row in step.responses], reward=np.arange(len(step.responses)) % 2,
+                finish_reason=["length" if at % 4 == 0 else "stop" for at in range(len(step.responses))],
+            )  # fmt: skip
+            recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+            recorder.add_scores("train", batch, logprobs=step.scored())
+    found = check(tmp_path / "run")
+    assert not found.is_compared
+    assert "has no token in the loss: response_mask is false for every token" in evidence_text(found.findings[0])
+    assert [each.code for each in found.data] == ["finished_masked"]
+
+
+def test_a_few_far_tokens_without_a_recorded_model_are_not_said_to_be_expected(tmp_path):
+    def change(number, response, train, rollout, draw):
+        return response, train, np.minimum(train + draw.normal(0, 0.01, len(train)), -1e-4).astype(np.float32)
+
+    first = recorded(tmp_path / "run", change, contracts={}, logits=table()).findings[0]
+    assert (first.code, first.is_expected, first.is_declared) == ("router_flips", True, False)
+    assert "expected for the recorded" not in evidence_text(first)

@@ -701,6 +701,10 @@ FAULTS = {
     "rewards and advantages of the next row": ("rewards_unlike_responses", None, {"reward": lambda step, n, draw: np.roll(graded(step, n, draw), 1)}),
     "rewards of rows sorted by length": ("rewards_unlike_responses", None, {"reward": lambda step, n, draw: shuffled_penalties(step, n)}),
     "importance ratios times the micro-batch": ("metric_of_others", None, {"metrics": lambda step, r, n: {"sampling_importance_ratio": 4 * importance(step, n)}, "passes": scored_by_far_engine}),
+    "a reward function that gives one value per step": ("reward_function_constant", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + n % 3, "columns": lambda step, n: {"rewards": {"accuracy": parts_of(step)["accuracy"], "brevity": n % 3 + 0 * GROUP}}}),
+    "a reward function of some prompts that gives 0": ("reward_function_constant", None, {"reward": lambda step, n, draw: np.where(GROUP % 2, parts_of(step)["accuracy"], 0.0), "columns": lambda step, n: {"rewards": {"math": [x if g % 2 else None for x, g in zip(parts_of(step)["accuracy"], GROUP, strict=True)], "choice": [None if g % 2 else 0.0 for g in GROUP]}}}),
+    "one of three reward functions": ("reward_functions_unused", None, {"reward": lambda step, n, draw: parts_of(step)["format"], "columns": lambda step, n: {"rewards": {"format": parts_of(step)["format"]}}, "hyperparameters": {"trl.reward_funcs": "rewards.accuracy,rewards.length,rewards.format"}}),
+    "another prompt for each row of a group": ("groups_mix_prompts", None, {"columns": lambda step, n: {"prompt_ids": [[10 * n, row] for row in range(len(GROUP))]}, "groups": lambda step, n: GROUP.astype(str).tolist()}),
     "epochs in one order": ("prompts_unshuffled", 5, {"columns": epochs(lambda epoch: range(4)), "hyperparameters": {"data.shuffle": True}}),
     "an engine further behind than allowed": ("lag_exceeds_limit", 5, {"passes": lagging(lambda n: min(n, 2) if n < 5 else 4, per_step=3), "hyperparameters": {"max_head_offpolicyness": 2}}),
     "a logged KL of 0": ("kl_is_zero", None, {"metrics": lambda step, r, n: {"actor/kl_loss": 0.0}, "hyperparameters": {"actor.kl_loss_coef": 0.01}}),
@@ -816,6 +820,10 @@ FAULTS = {
 }  # fmt: skip
 NOTICES = (
     "truncated rows set to 0",
+    "a reward function that gives one value per step",
+    "a reward function of some prompts that gives 0",
+    "one of three reward functions",
+    "another prompt for each row of a group",
     "truncated rows with reward 0 set to 0",
     "gdpo with other weights than the reward",
     "an averaged KL penalty",
@@ -2178,6 +2186,64 @@ def test_a_logged_entropy_of_whole_responses_is_recomputed(tmp_path, padding, ex
         return {"objective/entropy": np.mean([-row.sum() - padding for row in step.scored()])}
 
     assert [one.code for one in findings(write(tmp_path / "run", metrics=metrics))] == expected
+
+
+@pytest.mark.parametrize("value", [-1.0, 2.5])
+def test_padding_in_a_logged_entropy_of_whole_responses_is_found(tmp_path, value):
+    def metrics(step, reward, number):
+        width = max(map(len, step.responses))
+        return {"objective/entropy": np.mean([value * (width - len(row)) - row.sum() for row in step.scored()])}
+
+    (found,) = findings(write(tmp_path / "run", metrics=metrics))
+    assert f"an error of about {value:g} for each padding position" in data_text(found)
+    assert not found.is_notice
+
+
+def test_a_kl_over_masked_tokens_averaged_by_row_is_described(tmp_path):
+    def columns(step, number):
+        return {"response_mask": [np.arange(len(row)) % 3 < 2 for row in step.responses]}
+
+    def metrics(step, reward, number):
+        rows = np.split(kl_to_reference(step), np.cumsum(lengths_in(step))[:-1])
+        return {"critic/kl": np.mean([row.mean() for row in rows])}
+
+    given = {"reward": graded, "passes": with_updates, "columns": columns}
+    (found,) = [
+        one for one in findings(write(tmp_path / "run", metrics=metrics, **given)) if one.code.startswith("metric")
+    ]
+    assert "the mean over rows of the mean over all tokens, including masked ones" in data_text(found)
+
+
+def test_a_reference_of_zeros_was_not_computed(tmp_path):
+    def passes(recorder, batch, step, number):
+        for name, rows in (("rollout", in_float32(step, number)), ("train", step.scored())):
+            recorder.add_scores(name, batch, logprobs=rows)
+        recorder.add_scores("reference", batch, logprobs=[np.zeros(len(row), np.float32) for row in step.responses])
+
+    (found,) = findings(write(tmp_path / "run", passes=passes))
+    assert (found.code, found.is_notice) == ("reference_apart", False)
+    assert "every reference logprob is 0, so it was not computed" in data_text(found)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_it_is_said_if_rewards_of_zeroed_truncated_rows_count_in_the_baseline(tmp_path, counts):
+    def is_cut(number):
+        return np.random.default_rng(50 + number).random(len(GROUP)) < 0.4
+
+    def advantage(reward, number):
+        kept = ~is_cut(number)
+        num = np.bincount(GROUP, kept)[GROUP]
+        own = centred(reward) if counts else reward - (np.bincount(GROUP, reward * kept)[GROUP] / np.maximum(num, 1))
+        return own * kept
+
+    columns = lambda step, n: {"finish_reason": np.where(is_cut(n), "length", "stop").tolist()}  # noqa: E731
+    found = findings(write(tmp_path / "run", advantage, reward=graded, columns=columns))
+    said = [
+        "their rewards count in their groups' baselines" in data_text(one)
+        for one in found
+        if one.code.startswith("adv")
+    ]
+    assert said == [True] * counts
 
 
 @pytest.mark.parametrize(("factor", "text"), [(0.0, "with 1 data fault:"), (1.0, "VALID: ")])

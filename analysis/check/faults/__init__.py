@@ -42,4 +42,4 @@ def evidence_text(finding: Finding) -> str:
         text += f"; the tokens that rounding cannot explain are {place('within')}"
     if "behind" in numbers:
         text += f"; visible only after correcting for: {TITLES[str(numbers['behind'])]}"
-    return f"{text}; expected for the recorded engines, dtypes and versions" if finding.is_expected else text
+    return f"{text}; expected for the recorded engines, dtypes and versions" if finding.is_declared else text

@@ -475,15 +475,19 @@ ONSET = _by_cause(
     in_rows="in {num_rows:,} of {of_rows:,} sequences, the logits differ by {high:.2g} nats (median) {end} one token, which "
     "varies from sequence to sequence; all other tokens differ by {low:.2g}{whole_text}; {hint}",
 )  # fmt: skip
-_EXPERTS = ("the mismatch pattern is typical of MoE models", "the model is a mixture of experts")
 ROUTER_FLIPS = Fault(
     code="router_flips", title="the two sides choose different experts", broken="engine",
     evidence={
-        "router_tail": "{experts_text}: {tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the "
-        "median ({bulk:.2g} nats in the logit); for these, the two sides' routers chose different experts"
+        "router_tail": "{tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the median ({bulk:.2g} nats in "
+        "the logit){experts_text}"
     },
     words={"router_tail": lambda n: {"experts_text": _EXPERTS[n["experts_known"]]}},
+    causes={"unknown": "a few tokens differ far more than the rest, as in mixtures of experts"},
 )  # fmt: skip
+_EXPERTS = (
+    ", as if two routers chose different experts for them; the trace does not show whether the model has experts",
+    "; the model is a mixture of experts, and for these tokens, the two sides' routers chose different ones",
+)
 
 KINDS: Mapping[str, tuple[Fault, str]] = {
     "weights": (WEIGHTS, ""), "model": (COMPUTATION, ""), "noise": (NOT_REPEATABLE, ""),
@@ -741,8 +745,9 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
     if mixture is None and not expected:
         return []
     numbers: dict[str, Number] = {"tail_share": float(tail.mean()), "tail_ratio": TAIL_RATIO, "bulk": bulk}
-    numbers["experts_known"] = int(bool(mixture))
-    next, weight = commands.replay(data, "--routing recorded", "routed"), _share_of_squares(data, tail)
+    numbers |= {"experts_known": int(bool(mixture)), "cause": "" if mixture else "unknown"}
+    next = commands.replay(data, "--routing recorded", "routed") if mixture else commands.far_tokens(data)
+    weight = _share_of_squares(data, tail)
     flips = ROUTER_FLIPS.finding(data, "router_tail", tail, weight=weight, next=next, numbers=numbers)
     return [replace(flips, is_expected=expected)]
 
