@@ -53,7 +53,7 @@ RAN = {
         "replay/test_replay.py::test_a_loop_of_one_s_own_can_be_replayed",
         "replay/test_replay.py::test_a_model_factory_builds_what_transformers_does_not_know",
     ),
-    "dumps of verl, slime, miles, SkyRL": (
+    "dumps from verl, slime, miles, SkyRL": (
         "tracer/test_import_dumps.py::test_stats_of_an_import_are_those_of_the_arrays",
         "tracer/test_import_remote.py::test_an_import_from_a_url_is_that_from_the_folder",
         "tracer/test_attach.py::test_what_is_attached_already_stays_unless_it_is_replaced",

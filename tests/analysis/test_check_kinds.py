@@ -5,6 +5,7 @@ import pytest
 from bigrams import BOTH_FP32, FP32, VLLM_BF16, Recording, bfloat16, in_float32, log_softmax, moved, sample, table
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.check.faults import evidence_text
+from tim_trace.analysis.check.finding import Finding
 from tim_trace.tracer.recorder import Recorder
 
 PADDING = 7
@@ -346,10 +347,11 @@ def test_a_run_whose_mask_leaves_out_every_token_is_told_so(tmp_path):
     assert [each.code for each in found.data] == ["finished_masked"]
 
 
-def test_a_few_far_tokens_without_a_recorded_model_are_not_said_to_be_expected(tmp_path):
-    def change(number, response, train, rollout, draw):
-        return response, train, np.minimum(train + draw.normal(0, 0.01, len(train)), -1e-4).astype(np.float32)
-
-    first = recorded(tmp_path / "run", change, contracts={}, logits=table()).findings[0]
-    assert (first.code, first.is_expected, first.is_declared) == ("router_flips", True, False)
-    assert "expected for the recorded" not in evidence_text(first)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_experts_are_expected_only_where_the_trace_has_some(is_known):
+    numbers = {"tail_share": 0.05, "tail_ratio": 10.0, "bulk": 0.01, "experts_known": int(is_known), "cause": "" if is_known else "unknown"}  # fmt: skip
+    found = Finding(
+        code="router_flips", signal="router_tail", effect=0.1, share=0.05, is_expected=True, numbers=numbers
+    )
+    assert ("expected for the recorded engines" in evidence_text(found)) == is_known
+    assert ("does not show whether the model has experts" in evidence_text(found)) != is_known
