@@ -61,14 +61,7 @@ _EXPLAINED_BY = {
     "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"}, "prompts_unshuffled": {"prompts_restart"}, "penalty_missing": {"rewards_unlike_responses"},
 }  # fmt: skip
 """Finding code -> codes of findings that make it redundant. A notice does not make a fault redundant."""
-_OFTEN_INTENDED = {
-    "rows_masked",
-    "advantages_vary",
-    "prompts_cut",
-    "prompts_repeat",
-    "not_finite",
-    "rewards_of_truncated",
-}
+_OFTEN_INTENDED = "rows_masked advantages_vary prompts_cut prompts_repeat not_finite rewards_of_truncated".split()
 """Notices that healthy runs in nine sets of rebuilt bug reports have at least as often as faulty ones. They come last."""
 
 
@@ -89,9 +82,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
         finding for code, finding in found.items()
         if not (found.keys() if finding.is_notice else faults) & _EXPLAINED_BY.get(code, set())
     ]  # fmt: skip
-    return tuple(
-        sorted(kept, key=lambda finding: (finding.is_notice, finding.is_notice and finding.code in _OFTEN_INTENDED))
-    )
+    return tuple(sorted(kept, key=lambda each: (each.is_notice, each.is_notice and each.code in _OFTEN_INTENDED)))
 
 
 def _values(run: DataRows) -> Iterator[DataFinding]:
@@ -583,12 +574,9 @@ def _wrong_penalty(run: DataRows, setting: str, limit: float, slope: float) -> I
     is_usual = (np.abs(penalty) < TINY).any(axis=1)
     is_wrong = over & ~is_right
     if is_wrong.sum() > 0.5 * over.sum() and (is_wrong & is_usual).sum() < 0.95 * is_wrong.sum():
-        numbers = {
-            "limit": limit,
-            "expected": slope * more,
-            "given": np.where(penalty > 0, penalty, np.inf).min(axis=1),
-        }
-        yield from run.find("penalty_wrong", over, least=8, setting=setting, **numbers)
+        given = np.where(penalty > -TINY, penalty, np.inf).min(axis=1)
+        numbers = {"limit": limit, "expected": slope * more, "given": given, "setting": setting}
+        yield from run.find("penalty_wrong", is_wrong, least=8, **numbers)
 
 
 def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
