@@ -61,7 +61,14 @@ _EXPLAINED_BY = {
     "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"}, "prompts_unshuffled": {"prompts_restart"}, "penalty_missing": {"rewards_unlike_responses"},
 }  # fmt: skip
 """Finding code -> codes of findings that make it redundant. A notice does not make a fault redundant."""
-_OFTEN_INTENDED = "rows_masked advantages_vary prompts_cut prompts_repeat not_finite rewards_of_truncated".split()
+_OFTEN_INTENDED = (
+    "rows_masked",
+    "advantages_vary",
+    "prompts_cut",
+    "prompts_repeat",
+    "not_finite",
+    "rewards_of_truncated",
+)
 """Notices that healthy runs in nine sets of rebuilt bug reports have at least as often as faulty ones. They come last."""
 
 
