@@ -547,8 +547,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         # In groups with a single success, advantages are linear in the rewards under any rule.
         off = [varies & (np.abs(a - each) > CLOSE * rms_of(g, a)) for each in _left_out_rules(rows)]
         is_left_out = has_both & (np.min([sums(each) for each in off], axis=0) == 0)
-        name, has_own = np.where(is_left_out, _LEAVE_ONE_OUT, name), has_own | is_left_out
-        if (rest := has_both & is_linear & ~has_own).any():
+        name, has_own = np.where(is_left_out, _LEAVE_ONE_OUT, name), has_own & ~is_left_out
+        if (rest := has_both & is_linear & ~has_own & ~is_left_out).any():
             baseline, groups = _baseline_of(rows, rest)
             name, other = np.where(rest, baseline, name), line.fits & rest[line.at] & ~groups
             is_whole = other.sum() < 0.05 * groups.sum()
