@@ -231,6 +231,13 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
         yield from run.find("rewards_by_prompt", affected, num=num, notice_if_whole=True)
 
 
+_UNRELATED = """
+SELECT coalesce(avg((num = num_halves)::INTEGER), 0) > 0.95
+FROM (SELECT count(*) AS num, count(DISTINCT prompt_ids[:len(prompt_ids) // 2]) AS num_halves FROM sequences WHERE group_id IS NOT NULL GROUP BY step, group_id)
+"""
+"""Whether nearly all groups have only prompts with different first halves. Turns of a trajectory begin with the same task."""
+
+
 def _groups(run: DataRows) -> Iterator[DataFinding]:
     known = (run.rows["group"] > 0) & (run.rows["prompt"] > 0)
     known[run.continued[1]] = False  # a later turn has a longer prompt
@@ -251,11 +258,11 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
         yield from find("one_row_groups", repeated, rows_per_prompt=len(at) / num_prompts)
     elif mixed.any():
         yield from find("groups_mix_prompts", mixed, num_groups=len(np.unique(group[mixed])), most=int(prompts.max()))
-    elif (apart := (prompts == in_group) & (in_group > 2)).mean() > 0.95 and not len(run.continued[0]):
-        # Turns of several trajectories would begin with the same prompt.
-        yield from find(
-            "groups_mix_prompts", apart, num_groups=len(np.unique(group)), most=int(prompts.max()), notice=True
-        )
+    elif (apart := (prompts == in_group) & (in_group > 2)).mean() > 0.95 and run.database.connection.execute(
+        _UNRELATED
+    ).fetchall() == [(True,)]:
+        numbers: dict[str, Any] = {"num_groups": len(np.unique(group)), "most": int(prompts.max()), "notice": True}
+        yield from find("groups_mix_prompts", apart, **numbers)
     elif alone.sum() >= 3 and in_group.max() > 1:
         yield from find("rows_alone", alone)
     elif np.ptp(groups) == 0 and groups[0] > 1 and in_group.min() > 1 and num_prompts > 3 * len(np.unique(at)):
