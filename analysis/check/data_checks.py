@@ -253,14 +253,12 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     # several groups share an id, and if each also occurs in another group, a group was split.
     all_repeat = mean_of(group, 1.0 * (count_of(cell) > 1)) == 1
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, 1.0 * (groups > 1)) == 1))
-    alone = (in_group == 1) & repeated
+    apart, alone = (prompts == in_group) & (in_group > 2), (in_group == 1) & repeated
     if count_of(run.cell)[known].max() == 1 and repeated.mean() > 0.5:
         yield from find("one_row_groups", repeated, rows_per_prompt=len(at) / num_prompts)
     elif mixed.any():
         yield from find("groups_mix_prompts", mixed, num_groups=len(np.unique(group[mixed])), most=int(prompts.max()))
-    elif (apart := (prompts == in_group) & (in_group > 2)).mean() > 0.95 and run.database.connection.execute(
-        _UNRELATED
-    ).fetchall() == [(True,)]:
+    elif apart.mean() > 0.95 and run.database.connection.execute(_UNRELATED).fetchall() == [(True,)]:
         numbers: dict[str, Any] = {"num_groups": len(np.unique(group)), "most": int(prompts.max()), "notice": True}
         yield from find("groups_mix_prompts", apart, **numbers)
     elif alone.sum() >= 3 and in_group.max() > 1:
