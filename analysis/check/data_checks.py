@@ -253,7 +253,9 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     # several groups share an id, and if each also occurs in another group, a group was split.
     all_repeat = mean_of(group, 1.0 * (count_of(cell) > 1)) == 1
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, 1.0 * (groups > 1)) == 1))
-    apart, alone = (prompts == in_group) & (in_group > 2), (in_group == 1) & repeated
+    # A prompt's declared number of rows have different prompts.
+    is_declared = np.isin(in_group, [*run.numbers(rf"{_NOT_TRAINING}.*(^|[./])({_DECLARED['rows']})$").values()])
+    apart, alone = (prompts == in_group) & (in_group > 2) & is_declared, (in_group == 1) & repeated
     if count_of(run.cell)[known].max() == 1 and repeated.mean() > 0.5:
         yield from find("one_row_groups", repeated, rows_per_prompt=len(at) / num_prompts)
     elif mixed.any():

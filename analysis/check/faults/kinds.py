@@ -22,6 +22,7 @@ from ..pair_data import (
     HALF_ULP,
     MAX_EXCESS,
     MIN_REST,
+    NOISE_FACTOR,
     PairData,
     allowed_noise,
     coarsest,
@@ -720,9 +721,11 @@ def equal_weights(data: PairData) -> Finding:
 
 
 def is_fault(data: PairData) -> bool:
-    """Return True if a whole run's mismatch correlates with something that does not affect rounding."""
+    """Return True if a whole run's mismatch correlates with something that does not affect rounding, and is larger than a
+    single rounding of the logits, whose pattern depends on the kernels' tiles."""
     is_whole = data.num_kept > 0.9 * data.sample.compared.sum() and data.num_kept >= FEW_TOKENS
-    return is_whole and data.rms() > 0.0 and features.probabilities(data)[features.NO_FAULT] < MAX_ROUNDING
+    is_large = is_whole and data.rms() > 0.0 and level(data) > allowed_noise(data) / NOISE_FACTOR
+    return is_large and features.probabilities(data)[features.NO_FAULT] < MAX_ROUNDING
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
