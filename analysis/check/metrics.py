@@ -266,7 +266,11 @@ def _divergence(rows: _StepRows, _: re.Match[str], a: str, b: str) -> _Averages:
 
 
 def _surprise(rows: _StepRows, _: re.Match[str]) -> _Averages:
-    yield from rows.of_rows(-rows.sum(rows.tokens["train"]), "rows")
+    sums = -rows.sum(rows.tokens["train"])
+    yield from rows.of_rows(sums, "rows")
+    for width in (np.maximum.reduceat(rows.length, rows.starts)[rows.at], rows.length.max()):
+        of = "the sum over each row and its padding, with a placeholder logprob of 1 (TRL's) for padding"
+        yield _Average(of, rows.mean(sums - (width - rows.length)), "wrong")
 
 
 def _of_padding(found: _Contradiction, rows: _StepRows, logged: _Logged) -> _Contradiction:
