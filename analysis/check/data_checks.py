@@ -232,10 +232,10 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
 
 
 _UNRELATED = """
-SELECT coalesce(avg((num = num_halves)::INTEGER), 0) > 0.95
+SELECT coalesce(avg((2 * num_halves > num)::INTEGER), 0) > 0.95
 FROM (SELECT count(*) AS num, count(DISTINCT prompt_ids[:len(prompt_ids) // 2]) AS num_halves FROM sequences WHERE group_id IS NOT NULL GROUP BY step, group_id)
 """
-"""Whether nearly all groups have only prompts with different first halves. Turns of a trajectory begin with the same task."""
+"""Whether most prompts in nearly all groups have different first halves. Turns of a trajectory begin with the same task."""
 
 
 def _groups(run: DataRows) -> Iterator[DataFinding]:
@@ -255,7 +255,7 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, 1.0 * (groups > 1)) == 1))
     # A prompt's declared number of rows have different prompts.
     is_declared = np.isin(in_group, [*run.numbers(rf"{_NOT_TRAINING}.*(^|[./])({_DECLARED['rows']})$").values()])
-    apart, alone = (prompts == in_group) & (in_group > 2) & is_declared, (in_group == 1) & repeated
+    apart, alone = (2 * prompts > in_group) & (in_group > 2) & is_declared, (in_group == 1) & repeated
     if count_of(run.cell)[known].max() == 1 and repeated.mean() > 0.5:
         yield from find("one_row_groups", repeated, rows_per_prompt=len(at) / num_prompts)
     elif mixed.any():
