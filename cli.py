@@ -55,7 +55,7 @@ from .schemas.errors import (
 )  # fmt: skip
 from .schemas.layout import FORMAT_VERSION
 from .schemas.lazy import telling_missing
-from .schemas.passes import REPLAY_PREFIX, ROLLOUT, STANDARD
+from .schemas.passes import REPLAY_PREFIX, ROLLOUT, STANDARD, TRAIN
 from .schemas.steps import ALL_STEPS
 from .schemas.version import __version__
 
@@ -1102,8 +1102,6 @@ def weights(
     if options["engine"]:
         of = "module" if options["by"] == "module" else "tensor"
         form.table(rows, text=lambda width: engine_weights_text(rows, of, width))
-        if any(row["num_differ"] for row in rows.dicts()):
-            _tell(f"next: tim-trace check {trace}")
         return
     form.table(rows, "weights")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
@@ -1410,7 +1408,7 @@ def _brought_in(output: str, imported: Any) -> str:
         first = f"imported {imported.num_metrics:,} logged values"
     else:
         many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
-        following = "compare" if many else "diagnose"
+        following = "diagnose" if {TRAIN, ROLLOUT} <= {*imported.passes} else "compare" if many else "info"
         of = "" if imported.format == "parquet" else f" of {imported.format}"
         passes = f"{len(imported.passes)} passes" if many else f"passes {', '.join(imported.passes) or 'none'}"
         first = (
