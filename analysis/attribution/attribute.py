@@ -288,6 +288,11 @@ _NEXT = {
 }  # fmt: skip
 
 
+_OF_RESPONSES = ("reward", "advantages")
+"""Suspects whose next step needs recorded responses."""
+RECORD = "tim-trace record -o RUN -- COMMAND"
+
+
 def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
     return tuple(
         replace(suspect, detail=kind(facts) if suspect.code == "mismatch" else "", next=_next(facts, suspect.code))
@@ -298,10 +303,9 @@ def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
 def _next(facts: Facts, suspect: str) -> Advice:
     trace, step = shlex.quote(facts.trace), facts.fall.step if facts.fall else "all"
     if suspect in ("mismatch", "staleness", "length") and (facts.mismatch is None or not facts.has_tokens):
-        return Advice(
-            "tim-trace record -o RUN -- COMMAND",
-            "with an engine that returns logprobs; in your own loop, call Recorder.add_scores",
-        )
+        return Advice(RECORD, "with an engine that returns logprobs; in your own loop, call Recorder.add_scores")
+    if suspect in _OF_RESPONSES and not len(facts.rollouts.step):
+        return Advice(RECORD, "to record responses; in your own loop, call Recorder.add_sequences")
     if suspect == "mismatch":
         found = facts.checked.findings[0].next if facts.checked else None
         return Advice(found) if found else Advice(f"tim-trace triangulate {trace} --steps {step}")

@@ -27,6 +27,7 @@ from tim_trace.analysis.attribution.text import (
     verdict_sentence,
 )
 from tim_trace.analysis.check.finding import KINDS
+from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import story_of_run
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.text import summary_sentences
@@ -552,6 +553,18 @@ def test_only_a_run_that_recorded_other_prompts_is_refused_as_a_control(tmp_path
         attribute(tmp_path / "run", control=tmp_path / "control")
 
 
+def test_curves_alone_do_not_show_that_the_policy_stays_nor_have_responses(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 61):
+            recorder.add_metrics(step, {"reward": (0.5 if step < 40 else 0.1) + 0.01 * (step % 3)})
+    found = attribute(tmp_path / "run")
+    assert found.fall is not None
+    assert [one.code for one in found.facts] == []
+    assert not any("sequences." in str(suspect.next) for suspect in found.suspects)
+    (command,) = diagnose(tmp_path / "run").next
+    assert command.command.startswith("tim-trace record")
+
+
 def test_without_an_outcome_nothing_is_judged(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         for step in range(1, 30):
@@ -666,7 +679,10 @@ def test_dynamics_and_attribute_report_one_onset_of_a_fall(tmp_path):
     assert moved.fall == fall
     onset = next(onset.change for onset in moved.onsets if onset.name == "reward")
     assert (onset.step, onset.low, onset.high) == (fall.step, *fall.interval)
-    assert any(f", starting at step {fall.step}" in sentence for sentence in summary_sentences(moved))
+    assert any(
+        f", starting at step {fall.step}" in sentence and f"tim-trace attribute {moved.trace}." in sentence
+        for sentence in summary_sentences(moved)
+    )
     assert dynamics(run, steps="1:90").fall == attribute(run, steps="1:90").fall is not None
     assert dynamics(run, steps="1:50").fall is attribute(run, steps="1:50").fall is None
 
