@@ -60,8 +60,7 @@ def stacked(charts: Iterable[LineChart]) -> list[figure]:
     for plot in plots[1:-1]:
         plot.xaxis.major_label_text_font_size = "0px"
         plot.xaxis.major_tick_line_color = None
-    for place in {0, len(plots) - 1}:
-        plots[place].height += _LABELS
+    plots[-1].height += _LABELS  # the first keeps its height, to fit on the first screen
     return plots
 
 
