@@ -55,7 +55,7 @@ from .schemas.errors import (
 )  # fmt: skip
 from .schemas.layout import FORMAT_VERSION
 from .schemas.lazy import telling_missing
-from .schemas.passes import REPLAY_PREFIX, ROLLOUT, STANDARD
+from .schemas.passes import REPLAY_PREFIX, ROLLOUT, STANDARD, TRAIN
 from .schemas.steps import ALL_STEPS
 from .schemas.version import __version__
 
@@ -311,6 +311,12 @@ class _Form:
     def table(self, rows: Rows, name: str = "", *, text: Callable[[int | None], str] | None = None) -> None:
         shown = text or (lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())))
         self.answer(json=lambda: rows, text=shown, rows=lambda: rows)
+        if name in _LEGENDS and sys.stdout.isatty() and not (self.as_json or self.as_csv):
+            _tell(f"columns explained: {_LEGENDS[name]}")
+
+
+_LEGENDS = {"stats": "docs/reference/sql.md#statistics", "corrections": "docs/reference/sql.md#corrections"}
+"""Explanations of a table's columns."""
 
 
 def _option(flags: str, value: str | Sequence[str], help: str, **more: Any) -> Callable[[Any], Any]:
@@ -719,6 +725,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
+    docs/reference/sql.md explains the columns.
+
     If the trace is local, finished and writable, stats stores per-sequence sums in it (sums/ and index/), so that the
     next call does not have to read tokens.
     """
@@ -828,7 +836,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 
     The default thresholds are the published ones. verl's presets always use verl's own thresholds. Each row shows the
     rule as published, the ratio that it bounds (the inverse ratio for verl's k1), and the condition for keeping a
-    token, where rho = exp(d).
+    token, where rho = exp(d). docs/reference/sql.md explains the columns, including when they are empty.
     """
     form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 
@@ -1102,8 +1110,6 @@ def weights(
     if options["engine"]:
         of = "module" if options["by"] == "module" else "tensor"
         form.table(rows, text=lambda width: engine_weights_text(rows, of, width))
-        if any(row["num_differ"] for row in rows.dicts()):
-            _tell(f"next: tim-trace check {trace}")
         return
     form.table(rows, "weights")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
@@ -1410,7 +1416,7 @@ def _brought_in(output: str, imported: Any) -> str:
         first = f"imported {imported.num_metrics:,} logged values"
     else:
         many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
-        following = "compare" if many else "diagnose"
+        following = "diagnose" if {TRAIN, ROLLOUT} <= {*imported.passes} else "compare" if many else "info"
         of = "" if imported.format == "parquet" else f" of {imported.format}"
         passes = f"{len(imported.passes)} passes" if many else f"passes {', '.join(imported.passes) or 'none'}"
         first = (

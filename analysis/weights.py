@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..replay.backends import adapters
@@ -14,7 +14,7 @@ from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, config_of, open_weights, write_folder
 from ..tracer.weights.reader import SUPPLIES, WeightReader
-from .engine_weights import engine_weights
+from .engine_weights import ADAPTER, NEVER, OTHER, PARTIAL, QUANTISED, STALE, engine_weights
 from .rows import Rows, to_text, wrapped
 
 OK = "ok"
@@ -191,6 +191,20 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
     return Rows((*rows.columns, "verified"), found)
 
 
+_REMEDIES: Mapping[str, str] = {
+    STALE: "load each new version before sampling",
+    PARTIAL: "send every tensor that changed",
+    NEVER: "send each new version",
+    ADAPTER: "merge the adapter into the weights before sending them",
+    QUANTISED: "send unquantised weights, or correct for the mismatch if quantisation is intended",
+    OTHER: "check which weights are sent",
+}
+_LEGEND = (
+    "given_version: last version sent to the engine; holds_version: latest version whose bits the engine has (blank if none); "
+    "trainer_version: the trainer's latest version."
+)
+
+
 def engine_weights_text(rows: Rows, by: str, width: int | None = None) -> str:
     """Render the rows. Tensors that agree at every version are counted but not listed."""
     agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
@@ -202,6 +216,8 @@ def engine_weights_text(rows: Rows, by: str, width: int | None = None) -> str:
         first = min(row["first_differs"] for row in differing)
         num = f"{len(differing):,} of {len(rows):,}"
         sentences.append(f"{num} engine {by}s differ ({causes}), first at version {first:,}.")
+        remedies = "; ".join(dict.fromkeys(_REMEDIES[row["cause"]] for row in differing))
+        sentences.append(f"Fix the engine's weight update: {remedies}.")
     if agreeing:
         versions = sorted({row["num_versions"] for row in agreeing})
         at = f"{versions[0]:,}" if len(versions) == 1 else f"{versions[0]:,} to {versions[-1]:,}"
@@ -210,5 +226,5 @@ def engine_weights_text(rows: Rows, by: str, width: int | None = None) -> str:
     blocks = [wrapped(" ".join(sentences), "", width)] if sentences else []
     if left or not agreeing:
         shown = Rows(rows.columns, [tuple(row.values()) for row in left]).without({"agrees"})
-        blocks.append(to_text(shown, width))
+        blocks += [to_text(shown, width), wrapped(_LEGEND, "", width)]
     return "\n\n".join(blocks)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from ...schemas.errors import warn
+from ...schemas.errors import InvalidOption, warn
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
@@ -18,7 +18,7 @@ from ..check.check import CheckResult
 from ..facts import thresholds as t
 from ..facts.mismatch import FROM_START, FROM_UPDATES
 from ..facts.recorded import GIVEN, read_recorded
-from ..facts.rollouts import Rollouts, other_endings
+from ..facts.rollouts import Rollouts, other_endings, read_prompts
 from ..facts.series import COLLAPSE, Fall, Outcome, shared_values
 from ..statement import Measured, Statement
 from ..statistics.intervals import student_quantile
@@ -85,11 +85,23 @@ def explain(
     """Run `attribute` on open databases. Pass `checked` to reuse a `check` result."""
     if control is not None and control.sources[0].store.root == database.sources[0].store.root:
         warn(f"{control.given[0]} is compared with itself, so no difference can be found; pass another run as control")
+    elif control is not None:
+        _check_baseline(database, control)
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
             return _alone(facts)
         return _beside(facts, read_facts(control.of_steps(facts.database.steps), pair, is_control=True))
+
+
+def _check_baseline(database: Database, control: Database) -> None:
+    of_run, of_control = read_prompts(database), read_prompts(control)
+    if of_run and of_control and not of_run & of_control:
+        raise InvalidOption(
+            f"{control.given[0]} shares no prompts with {database.given[0]}, so it is not a baseline; pass a run with the "
+            "same seeds and data",
+            option="control",
+        )
 
 
 def _alone(facts: Facts) -> Attribution:
@@ -276,6 +288,11 @@ _NEXT = {
 }  # fmt: skip
 
 
+_OF_RESPONSES = ("reward", "advantages")
+"""Suspects whose next step needs recorded responses."""
+RECORD = "tim-trace record -o RUN -- COMMAND"
+
+
 def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
     return tuple(
         replace(suspect, detail=kind(facts) if suspect.code == "mismatch" else "", next=_next(facts, suspect.code))
@@ -286,10 +303,9 @@ def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
 def _next(facts: Facts, suspect: str) -> Advice:
     trace, step = shlex.quote(facts.trace), facts.fall.step if facts.fall else "all"
     if suspect in ("mismatch", "staleness", "length") and (facts.mismatch is None or not facts.has_tokens):
-        return Advice(
-            "tim-trace record -o RUN -- COMMAND",
-            "with an engine that returns logprobs; in your own loop, call Recorder.add_scores",
-        )
+        return Advice(RECORD, "with an engine that returns logprobs; in your own loop, call Recorder.add_scores")
+    if suspect in _OF_RESPONSES and not len(facts.rollouts.step):
+        return Advice(RECORD, "to record responses; in your own loop, call Recorder.add_sequences")
     if suspect == "mismatch":
         found = facts.checked.findings[0].next if facts.checked else None
         return Advice(found) if found else Advice(f"tim-trace triangulate {trace} --steps {step}")

@@ -149,7 +149,7 @@ class Facts:
     @cached_property
     def moved_rewards(self) -> dict[str, Measured] | None:
         step = self.moves.breaks("relation")
-        if step is None or self.repeated.unequal <= t.CHANGED or self.moves.policy_moves_at(step):
+        if step is None or self.repeated.unequal <= t.CHANGED or not self.moves.policy_stays_at(step):
             return None
         return rows.moved_rewards(self.rollouts, step)
 

@@ -52,7 +52,7 @@ EVIDENCE: Mapping[str, str] = {
     "earlier_weights_of_step": "where engine and trainer differ, the engine's logprobs match the trainer's at step {version} for {share:.0%} of {num_agreeing:,} prefixes, so the engine kept those weights",
     "earlier_weights_at_distance": "where engine and trainer differ, for {share:.0%} of {num_agreeing:,} prefixes, the engine's logprobs match those that the trainer had {version} steps earlier",
     "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
-    "engine_moves_on": "the engine's logprobs changed for {changed} {num_openings:,} repeated prefixes, so it does get new weights",
+    "engine_moves_on": "the engine's logprobs changed for {changed} {num_openings:,} repeated prefixes, so its weights do change, on time or late",
     "mismatch_resets": "mean |d| grows step by step and falls at once from {from_value:.2g} to {to_value:.2g} nats at step {step} ({num} such falls), as when an engine that was behind gets new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the engine's weights may lag a few updates behind",
     "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so reward and {outcome} measure different things",
@@ -139,6 +139,17 @@ def evidence_sentence(evidence: Statement) -> str:
     return sentence.format(**values, interval=interval, changed=changed)
 
 
+def named_series(result: Attribution) -> set[str]:
+    """Return the series that are evidence for the most likely suspect."""
+    if not result.suspects:
+        return set()
+    first = result.suspects[0]
+    series = {str(each.values["series"]) for each in first.evidence if "series" in each.values}
+    if first.code in ("mismatch", "staleness"):
+        series |= {"mean_abs_d", "k3"}
+    return series
+
+
 def difference_sentences(result: Attribution) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sentences(result.difference_codes, DIFFERENCES)))
 
@@ -218,8 +229,10 @@ def attribution_text(result: Attribution, width: int | None = None) -> str:
         parts.append(_changes(result))
     change = result.supposed_cause
     suspects = change.suspects if change else result.suspects
-    parts += [_suspect(suspect) for suspect in suspects if suspect.probability >= _SHOWN]
-    others = [f"{s.title} {s.probability:.1%}" for s in suspects if s.probability < _SHOWN]
+    if suspects:
+        parts.append("Suspects, with the log odds that each fact adds (for) or takes away (against):")
+    parts += [_suspect(suspect) for suspect in suspects if _is_shown(suspect)]
+    others = [f"{s.title} {s.probability:.1%}" for s in suspects if not _is_shown(s)]
     if others:
         parts.append(f"Unlikely (<{_SHOWN:.0%}): " + ", ".join(others))
     if notes := note_sentences(result):
@@ -231,10 +244,14 @@ def _first_suspect(result: Attribution) -> str | None:
     return None if result.first_suspect is None else result.first_suspect.code
 
 
+def _is_shown(suspect: Suspect) -> bool:
+    return round(suspect.probability, 3) >= _SHOWN  # as printed
+
+
 def _shown_evidence(suspect: Suspect) -> tuple[Evidence, ...] | None:
     """Evidence for and against the suspect, or null if the suspect is unlikely (below 2%). `diagnose --verbose` always
     shows it."""
-    return suspect.evidence if suspect.probability >= _SHOWN else None
+    return suspect.evidence if _is_shown(suspect) else None
 
 
 WHOLE_FORM: Form = {
@@ -250,12 +267,14 @@ ATTRIBUTION_FORM: Form = {**WHOLE_FORM, Suspect: {**WHOLE_FORM[Suspect], "eviden
 
 
 def _changes(result: Attribution) -> str:
-    own = [change for change in result.changes if not change.follows]
+    of_cause = {*named_series(result), result.fall.onset_of if result.fall else ""}
+    own = [change for change in result.changes if not change.follows or change.series in of_cause]
+    own.sort(key=lambda change: -change.abnormal)
     lines = ["Changes around the drop, largest first:"]
     lines += [f"  {change.order:<7} {change_sentence(change)}" for change in own[:_MOST_CHANGES]]
     if len(own) > _MOST_CHANGES:
         lines.append(f"  and {len(own) - _MOST_CHANGES} more: SELECT * FROM changes")
-    followed = [change.series for change in result.changes if change.follows]
+    followed = [change.series for change in result.changes if change.series not in {one.series for one in own}]
     if followed:
         lines.append(f"  consequences: {', '.join(dict.fromkeys(followed))}")
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
 from ..alarms.figures import figure, token_figures
 from ..alarms.reading import read_alarms
-from ..attribution.attribute import explain
+from ..attribution.attribute import RECORD, explain
 from ..attribution.attribution import Attribution
 from ..check import commands
 from ..check.check import CheckResult, gather, judge
@@ -168,7 +168,8 @@ def _of_scalars(database: Database, pair: Pair, control: Database | None, progre
         checked=None, attribution=attribution, jumps=_jumps(database, pair), metrics=metrics, figures=figures, replays=(),
         numerics=Numerics(passes=pair, declared=(None, None), logits=(None, None), values=(None, None)),
         size=SizeComparison(code="unpublished", own=metrics.get("rms_d", math.nan), coarser=None),
-        alarms=read_alarms(database, pair), next=(),
+        alarms=read_alarms(database, pair),
+        next=() if attribution.fall is None else (Advice(RECORD, "curves alone rarely show the cause"),),
     )  # fmt: skip
 
 

@@ -7,7 +7,14 @@ from dataclasses import replace
 from ..alarms.reading import AlarmReadings
 from ..alarms.text import ALARM_FORM, alarm_sentence, fired
 from ..attribution.attribution import MIN_PROBABILITY_OF_SUSPECT, Attribution, Evidence, SupposedCause, Suspect
-from ..attribution.text import WHOLE_FORM, evidence_sentence, later_clause, not_finite_clause, unsure_clause
+from ..attribution.text import (
+    WHOLE_FORM,
+    evidence_sentence,
+    later_clause,
+    named_series,
+    not_finite_clause,
+    unsure_clause,
+)
 from ..check.check import CheckResult
 from ..check.finding import Finding
 from ..check.text import CHECKED_FORM, checked_text
@@ -56,7 +63,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         elif checked is not None:
             valid = ", but ".join(["the comparison is valid", *_data_faults(checked)[:1]])
         return f"{calm}{jump}; {valid}."
-    named = _named(attribution)
+    named = named_series(attribution)
     causes = [change for change in attribution.changes if change.series in named]
     causes += [
         change
@@ -83,16 +90,6 @@ def _data_faults(checked: CheckResult | None) -> list[str]:
         each.title if each.since is None else f"{each.title}, starting at step {each.since}"
         for each in (() if checked is None else data_faults(checked))
     ]
-
-
-def _named(attribution: Attribution) -> set[str]:
-    if not attribution.suspects:
-        return set()
-    first = attribution.suspects[0]
-    series = {str(each.values["series"]) for each in first.evidence if "series" in each.values}
-    if first.code in ("mismatch", "staleness"):
-        series |= {"mean_abs_d", "k3"}
-    return series
 
 
 def _cause(attribution: Attribution, checked: CheckResult | None) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 
 from ..facts.recorded import interval_text
@@ -16,7 +17,7 @@ SUMMARY: Mapping[str, str] = {
     "moved_first": "{onset} changed first{followers}.",
     "first_undecided": "Could not determine which series changed first: {onsets}.",
     "fall": "{outcome} {verb} from {before:.3g} to {after:.3g}, starting at step {step}{interval}. Find the cause with "
-    "tim-trace attribute.",
+    "tim-trace attribute {trace}.",
     "later": "After the selected steps, {outcome} {verb} starting at step {step}.",
     "planned_change": "The {name} (a setting, not a measurement) changes at step {steps}.",
     "k3_doubles": "In the last third of the run, k3 doubles every {steps:.3g} steps.",
@@ -56,7 +57,7 @@ def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
         numbers |= {"onsets": "; ".join(first)}
     elif part.code == "fall" and found.fall is not None:
         fall = found.fall
-        numbers |= {"verb": fall.verb, "interval": interval_text(*fall.interval)}
+        numbers |= {"verb": fall.verb, "interval": interval_text(*fall.interval), "trace": shlex.quote(found.trace)}
         numbers |= {"before": fall.before, "after": fall.after}
     elif part.code == "planned_change":
         numbers |= {"name": str(part.values["series"]).replace("_", " ")}

@@ -220,6 +220,7 @@ class Quantity:
         return float(off[0]) if beside.sum() >= min(_NEXT - 1, len(beside)) else 0.0
 
 
+_OF_POLICY = ("mean_abs_d", "sampled", "trained", "entropy", "length")
 _NOT_RECORDED = Quantity(np.empty(0, np.int64), np.empty(0), 0.0)
 
 
@@ -244,8 +245,10 @@ class Moves:
     def moves_at(self, step: int, *names: str) -> bool:
         return any(self.size(name, at) for name in names for at in range(step - int(t.AHEAD) - 1, step + 1))
 
-    def policy_moves_at(self, step: int) -> bool:
-        return self.moves_at(step, "mean_abs_d", "sampled", "trained", "entropy", "length")
+    def policy_stays_at(self, step: int) -> bool:
+        """Return True if the policy was recorded and does not change at the step."""
+        is_known = any(len(self.columns.get(name, _NOT_RECORDED).steps) for name in _OF_POLICY)
+        return is_known and not self.moves_at(step, *_OF_POLICY)
 
     def breaks(self, name: str) -> int | None:
         column = self.columns.get(name, _NOT_RECORDED)

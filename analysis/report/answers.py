@@ -96,11 +96,15 @@ def factor_answer(subject: Subject) -> Answer:
         )  # fmt: skip
     first = found.checked.findings[0]
     size = f"{first.effect:.3g} nats rms on " if math.isfinite(first.effect) else ""
+    basis = "from logprobs and contracts" if found.next else "from logprobs"
+    if first.signal == "engine_weights":
+        basis = "from weight digests"
+    elif found.next and subject.info.num_bytes.get("weights"):
+        basis += "; a replay would confirm it"
     return Answer(
         code=first.code, severity=NOTICE if first.fails else GOOD, short=first.title,
         figure=f"{size}{first.share:.1%} of tokens",
-        basis="from logprobs and contracts; a replay would confirm it" if found.next else "from logprobs",
-        detail=numerics,
+        basis=basis, detail=numerics,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from tim_trace.analysis.attribution.text import (
     verdict_sentence,
 )
 from tim_trace.analysis.check.finding import KINDS
+from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import story_of_run
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.text import summary_sentences
@@ -37,6 +39,7 @@ from tim_trace.analysis.facts.series import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.report.answers import OPEN, fall_answer
 from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.views import open_database
+from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.steps import ALL_STEPS
 from tim_trace.tracer.recorder import Recorder
 
@@ -540,6 +543,28 @@ def test_a_control_with_other_prompts_is_an_observation(tmp_path):
     assert any("with different prompts" in note for note in note_sentences(found))
 
 
+@pytest.mark.parametrize(("prompts", "is_refused"), [([[8], [9]], True), ([[8], [2]], False), (None, False)])
+def test_only_a_run_that_recorded_other_prompts_is_refused_as_a_control(tmp_path, prompts, is_refused):
+    for name, prompt_ids in (("run", [[1], [2]]), ("control", prompts)):
+        with Recorder(tmp_path / name) as recorder:
+            for step in range(1, 5):
+                recorder.add_sequences(step=step, prompt_ids=prompt_ids, response_ids=[[2], [3]], reward=[0.0, 1.0])
+    with pytest.raises(InvalidOption, match="shares no prompts with") if is_refused else nullcontext():
+        attribute(tmp_path / "run", control=tmp_path / "control")
+
+
+def test_curves_alone_do_not_show_that_the_policy_stays_nor_have_responses(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 61):
+            recorder.add_metrics(step, {"reward": (0.5 if step < 40 else 0.1) + 0.01 * (step % 3)})
+    found = attribute(tmp_path / "run")
+    assert found.fall is not None
+    assert [one.code for one in found.facts] == []
+    assert not any("sequences." in str(suspect.next) for suspect in found.suspects)
+    (command,) = diagnose(tmp_path / "run").next
+    assert command.command.startswith("tim-trace record")
+
+
 def test_without_an_outcome_nothing_is_judged(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         for step in range(1, 30):
@@ -654,7 +679,10 @@ def test_dynamics_and_attribute_report_one_onset_of_a_fall(tmp_path):
     assert moved.fall == fall
     onset = next(onset.change for onset in moved.onsets if onset.name == "reward")
     assert (onset.step, onset.low, onset.high) == (fall.step, *fall.interval)
-    assert any(f", starting at step {fall.step}" in sentence for sentence in summary_sentences(moved))
+    assert any(
+        f", starting at step {fall.step}" in sentence and f"tim-trace attribute {moved.trace}." in sentence
+        for sentence in summary_sentences(moved)
+    )
     assert dynamics(run, steps="1:90").fall == attribute(run, steps="1:90").fall is not None
     assert dynamics(run, steps="1:50").fall is attribute(run, steps="1:50").fall is None
 

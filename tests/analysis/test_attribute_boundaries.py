@@ -22,6 +22,7 @@ from tim_trace.analysis.facts import changes as timeline
 from tim_trace.analysis.facts import series as fall_module
 from tim_trace.analysis.facts.changes import ChangePoint, with_onset
 from tim_trace.analysis.facts.mismatch import read_run_mismatch
+from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.series import Fall, Outcome, Series, _settled_above, find_fall, find_flat, refined
 
 # The functions of the package hide its modules of the same names.
@@ -109,15 +110,28 @@ def test_the_verdict_in_words():
 
 def test_text_marks_what_speaks_for_and_against():
     evidence = tuple(Evidence(code="declared_fresh", points=points) for points in (1.0, -1.0, 0.0))
-    likely, hardly = Suspect(code="length", probability=0.02, evidence=evidence), suspect("reward", 0.0199)
+    likely, hardly = Suspect(code="length", probability=0.0196, evidence=evidence), suspect("reward", 0.0194)
     text = attribution_text(attribution(likely, hardly))
     assert [line.split()[0] for line in text.splitlines() if "recorded policy versions" in line] == [
         "for",
         "against",
         "neutral",
     ]
-    assert "Unlikely (<2%): noisy or wrong rewards or labels 2.0%" in text
+    assert "Unlikely (<2%): noisy or wrong rewards or labels 1.9%" in text
     assert "response length (2%)" in text
+
+
+def test_neither_the_cause_s_series_nor_the_outcome_is_a_consequence():
+    changes = tuple(
+        RecordedChange(
+            series=name, kind="mismatch", step=60, low=60, high=60, before=0.1, after=0.9, size_in_sd=9.0, follows="length"
+        )
+        for name in ("mean_abs_d", "reward", "k3_positive")
+    )  # fmt: skip
+    text = attribution_text(attribution(suspect("mismatch", 0.94), changes=changes))
+    listed, followed = text[text.index("Changes around") : text.index("Suspects")].split("consequences: ")
+    assert followed.strip() == "k3_positive"
+    assert all(name in listed for name in ("mean_abs_d", "reward"))
 
 
 # --- a fall -----------------------------------------------------------------------------------------------------------

@@ -200,12 +200,14 @@ def test_tensors_that_agree_are_counted_in_a_line(tmp_path):
 def test_tensors_that_do_not_agree_have_a_row(tmp_path):
     trace = traced(tmp_path / "t", run_of(lambda v, t, of: None if v == 1 and t == DOWN else of(v)))
     asked = tim_trace("weights", trace, "--engine")
-    head, _, *table = asked.stdout.splitlines()
+    head, table, legend = (block.splitlines() for block in asked.stdout.split("\n\n"))
     num = len(weights(trace, engine=True))
-    assert head.startswith(f"1 of {num} engine tensors differ (partial_sync), first at version 1. {num - 1} of {num} ")
+    what = f"1 of {num} engine tensors differ (partial_sync), first at version 1. Fix the engine's weight update: "
+    assert head[0].startswith(f"{what}send every tensor that changed. {num - 1} of {num} ")
     assert [line.split()[0] for line in table] == ["tensor", "-" * len(DOWN), DOWN]
     assert table[2].split()[1:3] == ["partial_sync", "1"]
-    assert f"next: tim-trace check {trace}" in asked.stderr
+    assert all(f"{column}: " in legend[0] for column in table[0].split()[5:])
+    assert "next" not in asked.stderr
     assert len(tim_trace("weights", trace, "--engine", "--csv").stdout.splitlines()) == 1 + num
 
 

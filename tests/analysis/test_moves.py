@@ -328,7 +328,7 @@ def relation_lost(at):
 
 def rewards_and(lost=None, **at):
     """Moves of quantities at steps, and a relation of likelihood and reward that is lost at another."""
-    columns = dict(moved(**at).columns)
+    columns = {"sampled": Quantity(STEPS, np.zeros(len(STEPS)), 0.005), **moved(**at).columns}
     return moves_of(**columns if lost is None else columns | {"relation": relation_lost(lost)})
 
 

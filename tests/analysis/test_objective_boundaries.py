@@ -198,7 +198,7 @@ def told(*, changes=None, fall=None, growth=(), num_steps=100):
     onsets = onsets_of(changes, dict.fromkeys(changes, "reward"))
     parts = tuple(summarise(changes, onsets, fall, growth, num_steps))
     return [part.code for part in parts], summary_sentences(
-        SimpleNamespace(summary_codes=parts, onsets=onsets, fall=fall)
+        SimpleNamespace(summary_codes=parts, onsets=onsets, fall=fall, trace="runs/run")
     )
 
 

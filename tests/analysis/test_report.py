@@ -22,13 +22,23 @@ from reported import NUM_STEPS, make_run
 from tim_trace.analysis.advice import Advice
 from tim_trace.analysis.alarms.reading import ALARMS, AlarmReadings, judge_level
 from tim_trace.analysis.attribution.text import verdict_sentence
-from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
+from tim_trace.analysis.diagnosis.diagnosis import Numerics, SizeComparison
 from tim_trace.analysis.diagnosis.figures import FIGURES
 from tim_trace.analysis.objective.verdict import Estimate
 from tim_trace.analysis.report import subject
-from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, QUESTIONS, objective_answer, size_answer
+from tim_trace.analysis.report.answers import (
+    BAD,
+    GOOD,
+    NOTICE,
+    OPEN,
+    QUESTIONS,
+    factor_answer,
+    objective_answer,
+    size_answer,
+)
 from tim_trace.analysis.report.chart import LineChart
 from tim_trace.analysis.report.mismatch_charts import grouped
+from tim_trace.analysis.report.page.figures import stacked
 from tim_trace.analysis.report.page.page import pack, page
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.report.run_charts import SERIES, _published_k3
@@ -211,6 +221,24 @@ def test_a_size_is_called_what_its_level_and_the_alarms_say(level, is_valid, sou
     )
     answer = size_answer(asked_run(diagnosis=found))
     assert (answer.code, answer.severity) == (code, severity)
+
+
+@pytest.mark.parametrize(
+    ("signal", "num_bytes", "basis"),
+    [
+        ("engine_weights", {"weights": 9}, "from weight digests"),
+        ("", {}, "from logprobs and contracts"),
+        ("", {"weights": 9}, "from logprobs and contracts; a replay would confirm it"),
+    ],
+)
+def test_a_replay_is_offered_only_where_it_can_run_and_adds_something(signal, num_bytes, basis):
+    first = SimpleNamespace(signal=signal, code="weights_differ", title="", effect=1.0, share=0.5, fails=True)
+    unknown = (None, None)
+    found = SimpleNamespace(
+        checked=SimpleNamespace(findings=(first,)), settled_by=None, next=("tim-trace weights run --engine",),
+        numerics=Numerics(passes=("train", "rollout"), declared=unknown, logits=unknown, values=unknown),
+    )  # fmt: skip
+    assert factor_answer(asked_run(diagnosis=found, info=SimpleNamespace(num_bytes=num_bytes))).basis == basis
 
 
 def fallen(path, gap=0.9):
@@ -402,6 +430,11 @@ def test_charts_have_a_word_for_everyone(made):
         assert one.sql
     assert len({one.key for one in made.charts}) == len(made.charts)
     assert all(isinstance(one, LineChart) for one in made.run)
+
+
+def test_the_first_and_the_last_of_the_stacked_charts_show_their_steps(made):
+    hidden = [plot.xaxis[0].major_label_text_font_size == "0px" for plot in stacked(made.run)]
+    assert hidden == [False, *[True] * (len(hidden) - 2), False]
 
 
 def test_a_heading_stands_over_the_figures_that_there_are(made):

@@ -646,6 +646,7 @@ def test_a_trace_of_one_pass_is_a_trace(tmp_path):
     )
     done = tim_trace("import", "parquet", tmp_path / "dump.jsonl", "-o", tmp_path / "run")
     assert done.code == 0
+    assert f"next: tim-trace info {tmp_path / 'run'}" in done.stderr
     assert [p.name for p in info(str(tmp_path / "run")).passes] == ["rollout"]
     shown = tim_trace("stats", tmp_path / "run")
     assert shown.code == 2

@@ -95,7 +95,7 @@ def mixed(facts: Facts, fall: Fall) -> Iterator[Fact]:
             level *= max(1 - 5 * distribution_distance(before.reward, since.reward), 0.0)
             found[step] = fact("rewards_ignore_prompts", level, step=step, before_share=share, share=share_now)
     best = max(found, key=lambda step: found[step].level, default=None)
-    if best is not None and not facts.moves.policy_moves_at(best):
+    if best is not None and facts.moves.policy_stays_at(best):
         yield found[best]
 
 
@@ -144,7 +144,7 @@ def alone(facts: Facts, _: Fall) -> Iterator[Fact]:
     moves = facts.moves
     reward, broken = moves.step("reward"), moves.breaks("relation")
     first = min((step for step in (reward, broken) if step is not None), default=None)
-    if first is not None and not moves.policy_moves_at(first):
+    if first is not None and moves.policy_stays_at(first):
         is_given = any(change.shape != "ramp" for change in facts.clear(*GIVEN))
         is_given |= any(change.series == "mean_abs_d" for change in facts.clear(MISMATCH))
         if reward is None or reward > first + 1:

@@ -47,7 +47,8 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """Return one figure per series. The figures share a step axis, and the page draws the step markers."""
+    """Return one figure per series. The figures share a step axis, labelled on the first and last of them, and the page
+    draws the step markers."""
     charts = list(charts)
     if not charts:
         return []
@@ -56,10 +57,10 @@ def stacked(charts: Iterable[LineChart]) -> list[figure]:
     room = max((high - low) * 0.015, 0.5, math.ulp(high))
     steps = Range1d(low - room, high + room, bounds=(low - 2 * room, high + 2 * room))
     plots = [_of_series(one, steps) for one in charts]
-    for plot in plots[:-1]:
+    for plot in plots[1:-1]:
         plot.xaxis.major_label_text_font_size = "0px"
         plot.xaxis.major_tick_line_color = None
-    plots[-1].height += _LABELS
+    plots[-1].height += _LABELS  # the first keeps its height, to fit on the first screen
     return plots
 
 
