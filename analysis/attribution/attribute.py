@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from ...schemas.errors import warn
+from ...schemas.errors import InvalidOption, warn
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
@@ -85,11 +85,24 @@ def explain(
     """Run `attribute` on open databases. Pass `checked` to reuse a `check` result."""
     if control is not None and control.sources[0].store.root == database.sources[0].store.root:
         warn(f"{control.given[0]} is compared with itself, so no difference can be found; pass another run as control")
+    elif control is not None:
+        _check_prompts(database, control)
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
             return _alone(facts)
         return _beside(facts, read_facts(control.of_steps(facts.database.steps), pair, is_control=True))
+
+
+_PROMPTS = "SELECT DISTINCT hash(prompt_ids) FROM sequences WHERE prompt_ids IS NOT NULL"
+
+
+def _check_prompts(database: Database, control: Database) -> None:
+    run, baseline = ({prompt for (prompt,) in each.ask(_PROMPTS).rows} for each in (database, control))
+    if run and baseline and run.isdisjoint(baseline):
+        raise InvalidOption(
+            f"{control.given[0]} shares no prompts with {database.given[0]}, so it is not a baseline", option="control"
+        )
 
 
 def _alone(facts: Facts) -> Attribution:

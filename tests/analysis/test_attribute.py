@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from tim_trace.analysis.facts.series import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.report.answers import OPEN, fall_answer
 from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.views import open_database
+from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.steps import ALL_STEPS
 from tim_trace.tracer.recorder import Recorder
 
@@ -538,6 +540,16 @@ def test_a_control_with_other_prompts_is_an_observation(tmp_path):
     found = attribute(run, control=other)
     assert found.kind == "observation"
     assert any("with different prompts" in note for note in note_sentences(found))
+
+
+@pytest.mark.parametrize(("prompt", "is_refused"), [([[7, 7]], True), ([[1, 2]], False), (None, False)])
+def test_a_control_without_a_shared_prompt_is_refused_if_both_recorded_prompts(tmp_path, prompt, is_refused):
+    for name, prompt_ids in (("run", [[1, 2], [3, 4]]), ("control", prompt and [*prompt, [8, 8]])):
+        with Recorder(tmp_path / name) as recorder:
+            for step in range(1, 4):
+                recorder.add_sequences(step=step, prompt_ids=prompt_ids, response_ids=[[5], [6]], reward=[0.0, 1.0])
+    with pytest.raises(InvalidOption, match="control shares no prompts with .*run") if is_refused else nullcontext():
+        attribute(tmp_path / "run", control=tmp_path / "control")
 
 
 def test_without_an_outcome_nothing_is_judged(tmp_path):
