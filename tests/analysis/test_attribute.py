@@ -548,7 +548,7 @@ def test_a_control_without_a_shared_prompt_is_refused_if_both_recorded_prompts(t
         with Recorder(tmp_path / name) as recorder:
             for step in range(1, 4):
                 recorder.add_sequences(step=step, prompt_ids=prompt_ids, response_ids=[[5], [6]], reward=[0.0, 1.0])
-    with pytest.raises(InvalidOption, match="control shares no prompts with .*run") if is_refused else nullcontext():
+    with pytest.raises(InvalidOption, match=r"control shares no prompts with .*run") if is_refused else nullcontext():
         attribute(tmp_path / "run", control=tmp_path / "control")
 
 
