@@ -335,6 +335,13 @@ def table(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
+def test_an_empty_config_describes_a_model(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.describe(model={"class": "mine.Table", "config": {}})
+        recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2]])
+    assert RecordedRun(tmp_path / "run").model == {"class": "mine.Table", "config": {}}
+
+
 @pytest.mark.slow
 def test_triangulate_takes_a_model_factory(table):
     done = tim_trace("triangulate", table, "--model-factory", "factory:build", "--json", cwd=table.parent)
