@@ -1213,7 +1213,7 @@ def export_(trace: str, **options: Any) -> None:
 @_command("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
 @_option(
     "--fail-on", "CONDITION",
-    "Fail on this condition: check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' "
+    "Fail on this condition: check, or a metric and a threshold, e.g. 'tim.k3>1e-3', 'verl.k3_kl>=0.05 any step' "
     "or 'tim.k3>1e-3 last 20 steps'. Can be repeated.", multiple=True,
 )  # fmt: skip
 @_option(
