@@ -1361,7 +1361,7 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     return (
         f"nothing was recorded to {output}: no process used TRL's GRPOTrainer or verl's PPOTrainer, or called vLLM's "
         "LLM.generate or AsyncLLM.generate. Start Python without -I, -E and -S in an environment with tim-trace "
-        "installed. For a custom training loop, use tim_trace.Recorder"
+        "installed. A custom training loop uses tim_trace.Recorder, which writes its own trace, without tim-trace record"
     )
 
 
