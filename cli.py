@@ -1219,7 +1219,7 @@ def export_(trace: str, **options: Any) -> None:
 @_command("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
 @_option(
     "--fail-on", "CONDITION",
-    "Fail on this condition: check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' "
+    "Fail on this condition: check, or a metric and a threshold, e.g. 'tim.k3>1e-3', 'verl.k3_kl>=0.05 any step' "
     "or 'tim.k3>1e-3 last 20 steps'. Can be repeated.", multiple=True,
 )  # fmt: skip
 @_option(
@@ -1351,11 +1351,18 @@ def _recorded(output: str, recording: Any) -> str:
         return _nothing_recorded(output, recording)
     waited = sum(writer.waited_s for writer in recording.writers)
     slow = f"; training waited {waited:.1f} s for the disk" if waited >= 0.05 else ""
-    evaluated = f", {recording.num_eval_sequences:,} evaluation sequences" if recording.num_eval_sequences else ""
+    evaluated = (
+        f", {_counted(recording.num_eval_sequences, 'evaluation sequence')}" if recording.num_eval_sequences else ""
+    )
     return (
-        f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{evaluated}{slow}\n"
+        f"recorded {_counted(recording.num_sequences, 'sequence')}, "
+        f"{_counted(recording.num_tokens, 'response token')}{evaluated}{slow}\n"
         f"next: tim-trace info {output}"
     )
+
+
+def _counted(num: int, noun: str) -> str:
+    return f"{num:,} {noun}{'' if num == 1 else 's'}"
 
 
 def _nothing_recorded(output: str, recording: Any) -> str:
@@ -1367,14 +1374,14 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     return (
         f"nothing was recorded to {output}: no process used TRL's GRPOTrainer or verl's PPOTrainer, or called vLLM's "
         "LLM.generate or AsyncLLM.generate. Start Python without -I, -E and -S in an environment with tim-trace "
-        "installed. For a custom training loop, use tim_trace.Recorder"
+        "installed. A custom training loop uses tim_trace.Recorder, which writes its own trace, without tim-trace record"
     )
 
 
 def _replayed(trace: str, results: ReplayedSteps) -> Iterator[str]:
     if (sample := results.sample) is not None:
-        where = f", in {len(sample.steps):,} of {sample.num_steps:,} steps"
-        drawn = f"sampled {sample.num_drawn:,} of {sample.num_groups:,} groups"
+        where = f", in {len(sample.steps):,} of {_counted(sample.num_steps, 'step')}"
+        drawn = f"sampled {sample.num_drawn:,} of {_counted(sample.num_groups, 'group')}"
         yield f"{drawn} (share {sample.share:.3g}, seed {sample.seed}){where}"
     broken = [result for result in results if result.differs]
     if results.replayed_pass == ROLLOUT:
@@ -1383,7 +1390,7 @@ def _replayed(trace: str, results: ReplayedSteps) -> Iterator[str]:
         from .analysis.replay_text import not_held_reason
 
         yield (
-            f"the recorded bits were not reproduced in {len(broken)} steps (first: step {broken[0].step}), because "
+            f"the recorded bits were not reproduced in {_counted(len(broken), 'step')} (first: step {broken[0].step}), because "
             f"{not_held_reason(str(broken[0].not_held))}. Differences from `train` are not due to the arm alone. "
             f"Differences from the recording: {'; '.join(broken[0].differs)}"
         )
@@ -1413,14 +1420,15 @@ def _brought_in(output: str, imported: Any) -> str:
     if imported.num_known_files and not imported.num_files:
         first = "nothing new was found"
     elif imported.format == "metrics":
-        first = f"imported {imported.num_metrics:,} logged values"
+        first = f"imported {_counted(imported.num_metrics, 'logged value')}"
     else:
         many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
         following = "diagnose" if {TRAIN, ROLLOUT} <= {*imported.passes} else "compare" if many else "info"
         of = "" if imported.format == "parquet" else f" of {imported.format}"
-        passes = f"{len(imported.passes)} passes" if many else f"passes {', '.join(imported.passes) or 'none'}"
+        noun = "pass" if len(imported.passes) == 1 else "passes"
+        passes = f"{len(imported.passes)} passes" if many else f"{noun} {', '.join(imported.passes) or 'none'}"
         first = (
-            f"imported {imported.num_sequences:,} sequences{of}, {imported.num_tokens:,} response tokens, "
-            f"{imported.num_metrics:,} metrics, {passes}"
+            f"imported {_counted(imported.num_sequences, 'sequence')}{of}, "
+            f"{_counted(imported.num_tokens, 'response token')}, {_counted(imported.num_metrics, 'metric')}, {passes}"
         )
     return "\n".join([first, *parts, *imported.notes, f"next: tim-trace {following} {output}"])

@@ -123,7 +123,7 @@ class RecordedRun:
         states, _ = self.store.writers()
         # Try trainer processes first, because engines do not record the model's class.
         for state in sorted(states, key=lambda state: "class" not in state.model):
-            if state.model.get("config"):
+            if state.model.get("config") is not None:
                 if not isinstance(state.model["config"], dict):
                     raise CannotReplay(
                         f"{self.store.url}: the model's config is not a JSON object; the trace may be damaged"

@@ -303,10 +303,18 @@ _NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head", "sampl
 """Settings in a contract that do not affect logprobs."""
 
 
-def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one sentence per changed setting, and one for all settings that were not recorded."""
+    found = list(_different(recorded, now))
+    yield from (f"{name}: recorded {before}, now {after}" for name, before, after in found if before is not None)
+    if num := sum(before is None for _, before, _ in found):
+        yield "one setting was not recorded" if num == 1 else f"{num} settings were not recorded"
+
+
+def _different(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
     for name in sorted({*recorded, *now} - _NOT_NUMERIC):
         before, after = recorded.get(name), now.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from differences(before, after, f"{path}{name}.")
+            yield from _different(before, after, f"{path}{name}.")
         elif before != after:
-            yield f"{path}{name}: recorded {before}, now {after}"
+            yield f"{path}{name}", before, after

@@ -244,6 +244,23 @@ class Store:
         names = (name for name, _, is_folder in self._entries(folder) if is_folder)
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
+    def _similar(self) -> str:
+        """Return the path of a local trace with a similar name, or an empty string."""
+        from difflib import get_close_matches  # imported here to keep startup fast
+
+        if not self.is_local:
+            return ""
+        path, *names = Path(self.root).parts
+        with suppress(OSError):
+            for name in names:
+                is_there = os.path.exists(os.path.join(path, name))
+                near = [name] if is_there else get_close_matches(name, os.listdir(path), n=1)
+                if not near:
+                    return ""
+                path = os.path.join(path, *near)
+        is_trace = os.path.isfile(os.path.join(path, MANIFEST))
+        return (path if os.path.isabs(self.url) else os.path.relpath(path)) if is_trace else ""
+
     def aside(self) -> list[str]:
         """Return folders left by interrupted replacements of this local trace, newest last."""
         if not self.is_local:
@@ -328,9 +345,9 @@ class Store:
             content = self.read_json(MANIFEST)
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self.filesystem.exists(self.root):
-                raise TraceNotFound(
-                    f"{self.url} does not exist. Record a run with `tim-trace record -o {self.url} -- COMMAND`"
-                ) from error
+                near = self._similar()
+                way = f"Record a run with `tim-trace record -o {self.url} -- COMMAND`"
+                raise TraceNotFound(f"{self.url} does not exist. {f'Did you mean {near}?' if near else way}") from error
             if aside := self.aside():
                 raise TraceNotFound(
                     f"{self.url}: a process died while replacing the trace here, but no data is lost. The next "

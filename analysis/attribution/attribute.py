@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from ...schemas.errors import InvalidOption, warn
+from ...schemas.errors import warn
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
@@ -97,10 +97,9 @@ def explain(
 def _check_baseline(database: Database, control: Database) -> None:
     of_run, of_control = read_prompts(database), read_prompts(control)
     if of_run and of_control and not of_run & of_control:
-        raise InvalidOption(
-            f"{control.given[0]} shares no prompts with {database.given[0]}, so it is not a baseline; pass a run with the "
-            "same seeds and data",
-            option="control",
+        warn(
+            f"{control.given[0]} shares no prompts with {database.given[0]}; a baseline needs the same seeds and data, apart "
+            "from the cause"
         )
 
 

@@ -173,9 +173,10 @@ def read_breakdowns(
     sql = {"density": told.density(reach)} | {axis: told.profile(axis) for axis in axes}
     profiles = {axis: rows for axis in axes if (rows := database.ask(asked.profile(axis)).rows)}
     recorded = sum(tokens.values())
+    share = f"all {recorded:,}" if num_tokens == recorded else f"{num_tokens:,} of {recorded:,}"
     return Breakdowns(
         num_tokens=num_tokens, num_recorded_tokens=recorded,
-        how=f"compared {num_tokens:,} of {recorded:,} recorded tokens: {how}.",
+        how=f"compared {share} recorded tokens: {how}.",
         d_edges=np.linspace(-reach, reach, NUM_DIFFERENCES + 1), density=density, envelope=envelope,
         profiles={axis: Profile(**dict(zip(Profile.__slots__, map(np.array, zip(*rows, strict=True)), strict=True)))
                   for axis, rows in profiles.items()},

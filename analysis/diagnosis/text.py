@@ -127,7 +127,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     answers = {
         "valid": validity, "why": why, "data": "; ".join(_data_faults(found.checked)),
         "broken": broken_text(found.broken) if found.broken else "", "normal": normal_text(found),
-        "alerts": alerts_text(found, 3), "note": note, "replays": effect_text(found.settled_by) if found.settled_by else "", "where": where,
+        "alerts": alerts_text(found, 3), "note": note, "replay": effect_text(found.settled_by) if found.settled_by else "", "where": where,
     }  # fmt: skip
     lines = [_labelled(name, text, width) for name, text in answers.items() if text]
     of_suspects = [each.next for each in asked if each.next and (each.code == attribution.cause or each.for_it)]

@@ -82,8 +82,8 @@ def parse_condition(text: str) -> Condition:
         guess = _FORM.fullmatch(f"{OWN}.{text}")
         near = f"did you mean '{OWN}.{text}'? Use" if guess and "." not in guess["metric"] else "use"
         raise InvalidOption(
-            f"got {text!r}; {near} 'check', or a metric and a threshold, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05; append "
-            f"'any step' or 'last N steps' to test these steps instead of the whole run",
+            f"got {text!r}; {near} 'check', or a metric and a threshold in quotes, e.g. 'tim.k3>1e-3' or "
+            "'verl.k3_kl>=0.05'; append 'any step' or 'last N steps' to test these steps instead of the whole run",
             option="fail_on",
         )
     return Condition(

@@ -77,7 +77,8 @@ def gate(
     """
     if not fail_on and certificate is None:
         raise InvalidOption(
-            "no condition given; use 'check', or a metric and a threshold, e.g. tim.k3>1e-3", option="fail_on"
+            "no condition given; use 'check', or a metric and a threshold in quotes, e.g. 'tim.k3>1e-3'",
+            option="fail_on",
         )
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; pass a number between 0 and 1, e.g. 0.95", option="confidence")

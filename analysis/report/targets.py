@@ -15,7 +15,8 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
     there = [path for path in paths if path.is_dir() or (path.exists() and not force)]
     if not there:
         return
-    more = f" ({len(there) - 1} more outputs exist)" if len(there) > 1 else ""
+    num = len(there) - 1
+    more = f" ({num} more outputs exist)" if num > 1 else " (one more output exists)" if num else ""
     kind, way = "an existing file", f"choose another path, or overwrite with {option('force')}"
     if there[0].is_dir():
         kind, way = "a folder", "pass a file path inside it"

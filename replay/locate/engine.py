@@ -17,6 +17,7 @@ from ...tracer.progress import Progress, no_progress
 from ...tracer.store import first_line
 from ..arm_option import EXACT, VLLM
 from ..arms import Arm, parse_arm
+from ..backends import trusted
 from ..backends.adapters import PREFIX
 from ..backends.model import to_torch
 from ..batching import check_tokens
@@ -76,6 +77,7 @@ def locate(
     if patch not in ("kinds", "none"):
         raise InvalidOption(f"got {patch!r}; use kinds or none", option="patch")
     run = RecordedRun(trace, weights_from=weights_from)
+    _check_class(run)
 
     def side_of(given: str | Arm | None, factory: str | None, change: Prepare | None) -> _Side:
         own = run if factory is None else RecordedRun(trace, model_factory=factory, weights_from=weights_from)
@@ -289,6 +291,17 @@ class _Location:
             if tensor is not None and bool((to_torch(tensor).to(parameter.dtype) == parameter.cpu()).all()):
                 return version
         return None
+
+
+def _check_class(run: RecordedRun) -> None:
+    name = str(run.model.get("class", ""))
+    try:
+        trusted.model_class(name)
+    except CannotReplay as error:
+        raise CannotReplay(
+            f"{run.store.url}: the recorded class {name!r:.80} is not a language model in the installed transformers. "
+            "locate needs it as the float64 reference, and a model factory cannot replace it"
+        ) from error
 
 
 def _check_form(model: Any) -> None:

@@ -39,7 +39,6 @@ from tim_trace.analysis.facts.series import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.report.answers import OPEN, fall_answer
 from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.views import open_database
-from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.steps import ALL_STEPS
 from tim_trace.tracer.recorder import Recorder
 
@@ -543,13 +542,13 @@ def test_a_control_with_other_prompts_is_an_observation(tmp_path):
     assert any("with different prompts" in note for note in note_sentences(found))
 
 
-@pytest.mark.parametrize(("prompts", "is_refused"), [([[8], [9]], True), ([[8], [2]], False), (None, False)])
-def test_only_a_run_that_recorded_other_prompts_is_refused_as_a_control(tmp_path, prompts, is_refused):
+@pytest.mark.parametrize(("prompts", "is_warned"), [([[8], [9]], True), ([[8], [2]], False), (None, False)])
+def test_a_control_that_recorded_only_other_prompts_is_warned_of(tmp_path, prompts, is_warned):
     for name, prompt_ids in (("run", [[1], [2]]), ("control", prompts)):
         with Recorder(tmp_path / name) as recorder:
             for step in range(1, 5):
                 recorder.add_sequences(step=step, prompt_ids=prompt_ids, response_ids=[[2], [3]], reward=[0.0, 1.0])
-    with pytest.raises(InvalidOption, match="shares no prompts with") if is_refused else nullcontext():
+    with pytest.warns(UserWarning, match="shares no prompts with") if is_warned else nullcontext():
         attribute(tmp_path / "run", control=tmp_path / "control")
 
 

@@ -15,6 +15,7 @@ from tim_trace.analysis.export.export import export_run
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import FileThere, InvalidOption, NotInstalled
+from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder
 
 NAN, INF = float("nan"), float("inf")
@@ -65,6 +66,15 @@ def test_parquet_has_a_row_a_sequence_with_every_bit(run, tmp_path, monkeypatch,
     assert found[-1][4] is found[-1][6] is None
     metrics = pq.read_table(tmp_path / "out" / "metrics.parquet").to_pylist()
     assert [row["value"] for row in metrics if row["name"] == "loss"] == [0.1 + 0.2 * step for step in range(1, 5)]
+
+
+def test_an_exported_text_is_imported_again(run, tmp_path):
+    export_run(run, to="parquet", output=tmp_path / "out")
+    import_parquet(tmp_path / "out", output=tmp_path / "again")
+    query = "SELECT step, name, value, text FROM metrics ORDER BY step, name"
+    first, second = (connect(trace).execute(query).fetchall() for trace in (run, tmp_path / "again"))
+    np.testing.assert_equal(second, first)
+    assert (0, "hyperparameter/loss_type", None, "grpo") in second
 
 
 @pytest.mark.slow
@@ -156,7 +166,7 @@ def test_a_library_that_is_missing_is_named(run, tmp_path, monkeypatch, library)
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(NotInstalled, match=rf"^{library} is not installed; pip install 'tim-trace\[{library}\]'$"):
         analysis.export_run(run, to=library, output=tmp_path / "out")
-    assert not list(tmp_path.rglob("*tfevents*"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_that_lie_there_stay_without_force(run, tmp_path):

@@ -287,6 +287,17 @@ def test_no_trace_is_told_apart_from_nothing(tmp_path):
         open_source(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["run/demo", "runs/dem"])
+def test_a_misspelled_path_suggests_a_trace_with_a_similar_name(tmp_path, monkeypatch, name):
+    (tmp_path / "runs" / "demo2").mkdir(parents=True)
+    make_trace(tmp_path / "runs" / "demo")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TraceNotFound, match=rf"^{name} does not exist\. Did you mean runs/demo\?$"):
+        open_source(name)
+    with pytest.raises(TraceNotFound, match=r"Record a run with"):
+        open_source("demo")
+
+
 @pytest.mark.parametrize("command", [("info",), ("stats",), ("sql", "SELECT 1")])
 def test_every_command_names_a_missing_trace_in_one_line(tmp_path, command):
     done = tim_trace(command[0], tmp_path / "no" / "run", *command[1:])

@@ -127,7 +127,7 @@ def test_when_bits_do_not_come_back_it_says_what_differs(trace):
     assert not result["identity_held"]
     assert result["differs"] == [f"versions.trl: recorded 1.15.9, now {version('trl')}"]
     assert (
-        "the recorded bits were not reproduced in 1 steps (first: step 2), because settings, versions or hardware differ here"
+        "the recorded bits were not reproduced in 1 step (first: step 2), because settings, versions or hardware differ here"
         in done.stderr
     )
 
@@ -333,6 +333,13 @@ def table(tmp_path, monkeypatch):
         recorder.add_scores("train", batch, logprobs=taken)
         recorder.add_scores("rollout", batch, logprobs=[[value - 1e-3 for value in row] for row in taken])
     return tmp_path / "run"
+
+
+def test_an_empty_config_describes_a_model(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.describe(model={"class": "mine.Table", "config": {}})
+        recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2]])
+    assert RecordedRun(tmp_path / "run").model == {"class": "mine.Table", "config": {}}
 
 
 @pytest.mark.slow

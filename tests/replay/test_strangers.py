@@ -15,6 +15,7 @@ from tim_trace.replay.backends import model as models
 from tim_trace.replay.backends import trusted
 from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
+from tim_trace.replay.locate.engine import locate
 from tim_trace.replay.recorded import RecordedRun
 from tim_trace.replay.vllm_scorer import VllmScorer
 from tim_trace.schemas.errors import CannotReplay, StorageError, TimTraceWarning, WeightsMissing
@@ -81,6 +82,12 @@ def test_a_file_inside_of_the_trace_is_not_run(tmp_path, monkeypatch, verb):
     assert "stranger_model" not in sys.modules
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_locate_says_that_a_factory_cannot_replace_an_unknown_class(tmp_path):
+    record(tmp_path / "run", name="stranger_model.Model")
+    with pytest.raises(CannotReplay, match=r"'stranger_model\.Model'.*a model factory cannot replace it"):
+        locate(tmp_path / "run", model_factory="stranger_model:build", against_factory="stranger_model:build")
 
 
 @pytest.mark.parametrize(

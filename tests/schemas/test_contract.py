@@ -1,6 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.schemas.documents import canonical_json, contract_hash
+from tim_trace.schemas.documents import canonical_json, contract_hash, differences
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -30,3 +30,13 @@ def test_what_json_cannot_say_becomes_text():
     assert canonical_json({"a": float("inf"), "b": {3, 1}, "c": object}) == (
         '{"a":"inf","b":[1,3],"c":"<class \'object\'>"}'
     )
+
+
+def test_settings_that_were_not_recorded_are_counted():
+    recorded, now = (
+        {"dtype": "float32", "torch": {"tf32": None}},
+        {"dtype": "bfloat16", "torch": {"tf32": True}, "device": "cpu"},
+    )
+    changed = "dtype: recorded float32, now bfloat16"
+    assert [*differences(recorded, now)] == [changed, "2 settings were not recorded"]
+    assert [*differences(recorded, now | {"torch": {}})] == [changed, "one setting was not recorded"]

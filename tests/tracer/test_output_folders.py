@@ -114,7 +114,7 @@ def test_curves_alone_are_imported_and_say_how_to_get_tokens(tmp_path):
     (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
     done = tim_trace("import", "auto", tmp_path / "out", "-o", tmp_path / "run")
     assert done.code == 0
-    assert "imported 1 logged values" in done.stderr
+    assert "imported 1 logged value" in done.stderr
     assert "no tokens: trl writes" in done.stderr
     assert "tim-trace record -o RUN" in done.stderr
     assert info(str(tmp_path / "run")).num_metrics == 1

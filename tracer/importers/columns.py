@@ -162,15 +162,17 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": LOGGED}
+METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": LOGGED, "text": TEXT}
+"""Columns of a metrics file. `text`, which may be missing, has the values that are not numbers."""
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
-    if lacking := [name for name in METRIC_KINDS if name not in rows.columns]:
+    if lacking := [name for name in METRIC_KINDS if name not in rows.columns and name != "text"]:
         raise ImportFailed(
             f"{rows.file}: missing columns: {', '.join(lacking)}. A metrics file needs the columns step, name and value"
         )
-    arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
+    present = [name for name in ("step", "name", "text") if name in rows.columns]
+    arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]).to_pylist() for name in present}
     given: Any = rows.columns["value"]
     if isinstance(given, pa.Array):
         _read(rows, given, "value", "value", LOGGED)
@@ -178,7 +180,9 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
         raise wrong(rows, given, "mixed values", "value", "value", LOGGED)
     values = _listed(rows, plain(given) if isinstance(given, pa.Array) else given, "value")
     logged = [float(value) if isinstance(value, Decimal) else value for value in values]
-    return list(zip(arrays["step"].to_pylist(), arrays["name"].to_pylist(), logged, strict=True))
+    if "text" in arrays:
+        logged = [text if value is None else value for value, text in zip(logged, arrays["text"], strict=True)]
+    return list(zip(arrays["step"], arrays["name"], logged, strict=True))
 
 
 ROWS_AT_ONCE = 512

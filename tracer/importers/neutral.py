@@ -120,7 +120,7 @@ def _check_columns(
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         raise ImportFailed(
             f"{where} has no logprobs (found: {listed_names(every)}). Map your column to "
-            f"{' or '.join(PASSES)}, e.g. {map_example([next(iter(PASSES))], [*every])}"
+            f"{' or '.join(PASSES)}, e.g. {map_example([next(iter(PASSES))], [])}"
         )
 
 
