@@ -476,6 +476,10 @@ ONSET = _by_cause(
     in_rows="in {num_rows:,} of {of_rows:,} sequences, the logits differ by {high:.2g} nats (median) {end} one token, which "
     "varies from sequence to sequence; all other tokens differ by {low:.2g}{whole_text}; {hint}",
 )  # fmt: skip
+_EXPERTS = (
+    ", as if two routers chose different experts for them; the trace does not show whether the model has experts",
+    "; the model is a mixture of experts, and for these tokens, the two sides' routers chose different ones",
+)
 ROUTER_FLIPS = Fault(
     code="router_flips", title="the two sides choose different experts", broken="engine",
     evidence={
@@ -485,10 +489,6 @@ ROUTER_FLIPS = Fault(
     words={"router_tail": lambda n: {"experts_text": _EXPERTS[n["experts_known"]]}},
     causes={"unknown": "a few tokens differ far more than the rest, as in mixtures of experts"},
 )  # fmt: skip
-_EXPERTS = (
-    ", as if two routers chose different experts for them; the trace does not show whether the model has experts",
-    "; the model is a mixture of experts, and for these tokens, the two sides' routers chose different ones",
-)
 
 KINDS: Mapping[str, tuple[Fault, str]] = {
     "weights": (WEIGHTS, ""), "model": (COMPUTATION, ""), "noise": (NOT_REPEATABLE, ""),
