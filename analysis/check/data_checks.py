@@ -232,10 +232,14 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
 
 
 _UNRELATED = """
-SELECT coalesce(avg((2 * num_halves > num)::INTEGER), 0) > 0.95
-FROM (SELECT count(*) AS num, count(DISTINCT prompt_ids[:len(prompt_ids) // 2]) AS num_halves FROM sequences WHERE group_id IS NOT NULL GROUP BY step, group_id)
+SELECT coalesce(avg((2 * least(num_halves, num_ends) > num)::INTEGER), 0) > 0.95
+FROM (
+    SELECT count(*) AS num, count(DISTINCT prompt_ids[:len(prompt_ids) // 2]) AS num_halves, count(DISTINCT prompt_ids[-(len(prompt_ids) // 4 + 1):]) AS num_ends
+    FROM sequences WHERE group_id IS NOT NULL GROUP BY step, group_id
+)
 """
-"""Whether most prompts in nearly all groups have different first halves. Turns of a trajectory begin with the same task."""
+"""Whether most prompts in nearly all groups differ in their first half and their last quarter. Turns of a trajectory begin
+with the same task, and prompts with different examples end with it."""
 
 
 def _groups(run: DataRows) -> Iterator[DataFinding]:
@@ -374,6 +378,8 @@ def _unlike_lengths(run: DataRows) -> Iterator[DataFinding]:
         if len(np.unique(value)) < 3 or len(size) - size.max() <= 20:
             continue
         value = value / np.abs(value).max()  # squares of large values would overflow
+        if np.ptp(mean_of(at, value)) <= TINY:
+            continue  # ranks, or other values that are the same at all steps
         own = 1 - float(np.var(value - mean_of(size, value)) / value.var())
         in_order = size[np.lexsort((size, at))]
         orders = (value[np.lexsort((sign * value, at))] for sign in (1, -1))
@@ -487,7 +493,11 @@ def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
         num = len(np.unique(run.cell[there])) if name == "rows" else len(values)
         is_part = name == "rows" and num >= _SEVERAL and np.ptp(values) > 0 and values.max() < declared
         if is_part and there.mean() > 0.5 and _are_centred(run):  # the groups were incomplete when they were normalised
-            yield f"{key} = {declared:g}", f"{num:,} groups have only {values.min():g} to {values.max():g} rows", there
+            yield (
+                f"{key} = {declared:g}",
+                f"{num:,} groups have only {values.min():g} to {values.max():g} rows, as if rows had been dropped before advantages were computed",
+                there,
+            )
             continue
         # A row can be greedy by mistake, but for other settings, 0 or less means that they are off.
         if num < _SEVERAL or np.ptp(values) > 0 or declared <= 0 or (values[0] <= 0 and name != "temperature"):
@@ -550,7 +560,7 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
     known, asked = np.isfinite(reward), []
     name = r"overlong_buffer(_cfg)?[./_]"
     buffer, longest = run.number(name + "len$"), run.number(_LONGEST)
-    factor = run.number(name + "penalty_factor$")
+    factor = run.number(r"overlong_(buffer(_cfg)?[./_])?penalty_factor$")
     setting = run.switched_on(name + "enable$") or (
         "" if run.setting(name + "enable$", "") else run.setting(name + "len$", "")
     )
@@ -579,18 +589,22 @@ def _wrong_penalty(run: DataRows, setting: str, limit: float, slope: float) -> I
     """Find rewards of responses of more than `limit` tokens that are lower than others', but not by the declared penalty,
     `slope` times the number of further tokens (DAPO, arXiv 2503.14476, equation 13)."""
     reward, more = run.rows["reward"], run.rows["length"] - limit
-    usual = np.unique(reward[np.isfinite(reward) & (more <= 0)])
-    over = np.isfinite(reward) & (more > 1)
-    if not 0 < len(usual) <= 20:
+    short, over = (np.isfinite(reward) & part for part in (more <= 0, more > 1))
+    usual, num = np.unique(reward[short], return_counts=True)
+    # Further components of the reward would have many values.
+    if not 0 < len(usual) <= 20 or num.min() < 5:
         return
     penalty = usual - reward[:, None]  # [N, levels]
-    is_right = (np.abs(penalty - slope * more[:, None]) < 1.01 * slope).any(axis=1)
-    is_usual = (np.abs(penalty) < TINY).any(axis=1)
-    is_wrong = over & ~is_right
+    slack = max(1.01 * slope, 0.05 * slope * float(more.max()), 2.0**-7 * float(np.abs(reward[over]).max(initial=0.0)))
+    lengths = (more, run.rows["loss_length"] - limit)
+    is_right = np.any(
+        [(np.abs(penalty - slope * np.maximum(each, 0)[:, None]) < slack).any(axis=1) for each in lengths], axis=0
+    )
+    is_usual, is_wrong = (np.abs(penalty) < TINY).any(axis=1), over & ~is_right
     if is_wrong.sum() > 0.5 * over.sum() and (is_wrong & is_usual).sum() < 0.95 * is_wrong.sum():
         given = np.where(penalty > -TINY, penalty, np.inf).min(axis=1)
         numbers = {"limit": limit, "expected": slope * more, "given": given, "setting": setting}
-        yield from run.find("penalty_wrong", is_wrong, least=8, **numbers)
+        yield from run.find("penalty_wrong", is_wrong, least=8, notice=True, **numbers)
 
 
 def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
@@ -654,7 +668,9 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
         if name in (TRAIN, ROLLOUT) or name.startswith(REPLAY_PREFIX):
             continue
         data = _other_pass(run.database, name, run.database.steps)
-        if data.num_kept and np.ptp(data.b) == 0:
+        if not data.num_kept:
+            continue
+        if data.num_kept >= FEW and np.ptp(data.b) == 0 and np.abs(data.d).mean() > _OTHER_WEIGHTS:
             text = f"because every {name} logprob is {data.b[0]:g}, so it was not computed"
             numbers: dict[str, Any] = {"name": name, "what": "placeholders", "when": "", "explanation": text}
             yield from run.find("reference_apart", run.at >= 0, size=float(np.abs(data.d).mean()), **numbers)
@@ -886,9 +902,9 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     rows = np.flatnonzero(is_given)
     if not names:
         return
-    setting = run.setting(r"(^|[./])reward_func(tion)?s$", r"[,\s]")
-    listed = [each.rpartition(".")[2] for each in re.findall(r"[\w.]+", setting.partition(" = ")[2])]
-    if {*names} <= {*listed} and (lost := [each for each in listed if each not in names]):
+    setting = run.setting(r"(^|[./])reward_func(tion)?s$", r"^[^<{]*[,\s][^<{]*$")
+    listed = [re.split("[:/.]", each)[-1] for each in re.split(r"[,\s\[\]()'\"]+", setting.partition(" = ")[2]) if each]
+    if {*names} <= {*listed} and (lost := [each for each in dict.fromkeys(listed) if each not in names]):
         yield from run.find("reward_functions_unused", is_given, setting=setting, names=" and ".join(lost), notice=True)
     step, reward, parts = run.rows["step"][rows], run.rows["reward"][rows], parts[rows]
     find = partial(run.find, rows=rows)
@@ -949,7 +965,9 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         yield from find("rewards_differ", off, notice=True, explanation=explanation)
 
 
-_GRADES_ANSWER = re.compile(r"acc|answer|correct|exact|outcome|pass|solve|verif", re.IGNORECASE)
+_GRADES_ANSWER = re.compile(
+    r"acc|answer|code|correct|exact|judge|math|outcome|pass|score|solve|success|task|verif", re.IGNORECASE
+)
 """Reward functions by which the responses of a group are meant to differ."""
 _PENALTY = re.compile(r"(?i)penal|overlong|repeti")
 
@@ -969,11 +987,11 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
         if not len(given) or _PENALTY.search(name):
             continue
         is_by_step = (
-            np.abs(given - mean_of(at, given)).max() <= TINY * np.abs(given).max() and np.bincount(at).min() >= 4
+            np.abs(given - mean_of(at, given)).max() <= TINY * np.abs(given).max() and np.bincount(at).min() >= 8
         )
         if np.ptp(given) == 0 and given[0] != 1:
             idle[name] = f"{name} always returns {given[0]:g}"
-        elif np.ptp(given) and is_by_step and at.max() >= 4:
+        elif np.ptp(given) and is_by_step and at.max() >= 4 and len(np.unique(run.cell[rows][known])) > 2 * at.max():
             idle[name] = f"{name} returns one value per step for all its rows"
     if idle and any(varies):
         yield from run.find(

@@ -19,6 +19,7 @@ from ..statistics.loss import clamped_exp, contribution, correction_weight, is_c
 from ..trace.columns import attempts, passes_with, scored_passes
 from ..trace.ragged import counted, fitted
 from .advantages import CLOSE, TINY, DataRows, count_of, mean_of
+from .features import pearson
 from .finding import DataFinding
 
 _EXACT, _SCALED = 1e-4, 1e-3
@@ -268,6 +269,7 @@ def _divergence(rows: _StepRows, _: re.Match[str], a: str, b: str) -> _Averages:
 def _surprise(rows: _StepRows, _: re.Match[str]) -> _Averages:
     sums = -rows.sum(rows.tokens["train"])
     yield from rows.of_rows(sums, "rows")
+    yield _Average("the sum over the loss tokens", rows.mean(-rows.sum(rows.tokens["train"], rows.tokens["counts"])))
     for width in (np.maximum.reduceat(rows.length, rows.starts)[rows.at], rows.length.max()):
         of = "the sum over each row and its padding, with a placeholder logprob of 1 (TRL's) for padding"
         yield _Average(of, rows.mean(sums - (width - rows.length)), "wrong")
@@ -278,9 +280,11 @@ def _of_padding(found: _Contradiction, rows: _StepRows, logged: _Logged) -> _Con
     mean, name = rows.mean(-rows.sum(rows.tokens["train"])), found.numbers["name"]
     error = np.array([logged[name].get(int(step), np.nan) for step in rows.steps]) - mean
     for width in (np.maximum.reduceat(rows.length, rows.starts)[rows.at], rows.length.max()):
-        each = error / np.maximum(rows.mean(width - rows.length), TINY)
-        each = each[np.isfinite(each)]
-        if len(each) > 3 and np.std(each) < 0.15 * abs(np.median(each)):
+        padding = rows.mean(width - rows.length)
+        each = (error / np.maximum(padding, TINY))[known := np.isfinite(error)]
+        is_steady = known.sum() > 3 and padding[known].min() > 0.5 and np.std(each) < 0.15 * abs(np.median(each))
+        # Any other error is about the same at all steps as well.
+        if is_steady and np.sign(np.median(each)) * pearson(error[known], padding[known]) > 0.8:
             text = f", an error of about {np.median(each):.3g} for each padding position, so padding may be included"
             return found._replace(is_notice=False, numbers=found.numbers | {"more": text})
     return found
@@ -631,12 +635,18 @@ def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:
     """Find schedules that restart in a resumed attempt: their values repeat those from the run's first step on. Find learning
     rates that reach 0 before the last tenth of the run."""
     known = attempts(run.database)
-    for name in filter(re.compile(_LEARNING_RATE).search, logged):
-        steps, rate = (np.array(each) for each in zip(*sorted(logged[name].items()), strict=True))
-        num = len(rate) if not rate.any() else int((rate[::-1] != 0).argmax())
-        if 1 < num < len(rate) and num > len(rate) / 10:
+    rates = {
+        name: np.array([*zip(*sorted(logged[name].items()), strict=True)])
+        for name in filter(re.compile(_LEARNING_RATE).search, logged)
+    }
+    for name, (steps, rate) in rates.items():
+        num = int((rate[::-1] != 0).argmax())
+        # A frozen part of the model may have a rate of its own.
+        if rate.any() and num > max(2, len(rate) / 10) and not any(each[1, -1] for each in rates.values()):
             numbers: dict[str, Any] = {"num_steps": num, "start": int(steps[-num])}
-            yield from run.find("learning_rate_ends", steps >= steps[-num], steps, name=name, notice=True, **numbers)
+            yield from run.find(
+                "learning_rate_ends", steps >= steps[-num], steps.astype(int), name=name, notice=True, **numbers
+            )
             break
     for attempt, name in itertools.product(known[1:], filter(re.compile(_SCHEDULED).search, logged)):
         start, by, value = attempt.first_step, attempt.first_step - known[0].first_step, logged[name]

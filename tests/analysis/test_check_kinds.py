@@ -340,7 +340,8 @@ def test_a_run_whose_mask_leaves_out_every_token_is_told_so(tmp_path):
                 finish_reason=["length" if at % 4 == 0 else "stop" for at in range(len(step.responses))],
             )  # fmt: skip
             recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
-            recorder.add_scores("train", batch, logprobs=step.scored())
+            for name in ("train", "reference", "current"):
+                recorder.add_scores(name, batch, logprobs=step.scored())
     found = check(tmp_path / "run")
     assert not found.is_compared
     assert "has no token in the loss: response_mask is false for every token" in evidence_text(found.findings[0])

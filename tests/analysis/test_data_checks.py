@@ -2527,11 +2527,13 @@ def test_masked_tokens_without_clear_entropies_are_not_called_sampled(tmp_path, 
     assert findings(write(tmp_path / "run", columns=columns, passes=passes, steps=1)) == ()
 
 
-def test_a_learning_rate_that_reaches_0_before_the_last_step_is_named(tmp_path):
-    for name, end, expected in (("early", 5, [("learning_rate_ends", 5, True)]), ("late", 8, [])):
-        rates = lambda step, reward, number: {"actor/lr": 1e-6 * max(end - number, 0), "critic/lr": 1e-6 * (number > 3)}  # noqa: B023, E731
-        found = findings(write(tmp_path / name, metrics=rates))
-        assert [(each.code, each.since, each.is_notice) for each in found] == expected
+@pytest.mark.parametrize(
+    ("end", "other", "expected"), [(5, 0.0, [("learning_rate_ends", 5, True)]), (8, 0.0, []), (5, 1e-6, [])]
+)
+def test_learning_rates_that_reach_0_before_the_last_steps_are_named(tmp_path, end, other, expected):
+    rates = lambda step, reward, number: {"actor/lr": 1e-6 * max(end - number, 0), "critic/lr": other}  # noqa: E731
+    found = findings(write(tmp_path / "run", metrics=rates))
+    assert [(each.code, each.since, each.is_notice) for each in found] == expected
 
 
 @pytest.mark.parametrize("is_anew", [True, False])
