@@ -725,10 +725,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    docs/reference/sql.md explains the columns.
-
     If the trace is local, finished and writable, stats stores per-sequence sums in it (sums/ and index/), so that the
-    next call does not have to read tokens.
+    next call does not have to read tokens. docs/reference/sql.md explains the columns.
     """
     from .analysis.stats import likeness
     from .analysis.views import open_database

@@ -472,13 +472,14 @@ def test_a_pass_that_is_all_nan_is_no_valid_comparison(tmp_path):
     assert not check(tmp_path / "trace").is_valid
 
 
-def test_nothing_that_counts_is_nothing_to_compare(tmp_path):
+def test_without_tokens_in_the_loss_nothing_is_compared(tmp_path):
     with Recorder(tmp_path / "trace") as recorder:
         batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2, 3]], response_mask=[[0, 0]])
         for name in ("rollout", "train"):
             recorder.add_scores(name, batch, logprobs=[[-1.0, -2.0]])
-    with pytest.raises(NothingToCompare):
-        check(tmp_path / "trace")
+    found = check(tmp_path / "trace")
+    assert not found.is_compared
+    assert "has no token in the loss" in evidence_text(found.findings[0])
 
 
 def test_what_cannot_be_asked_is_said(tmp_path):
