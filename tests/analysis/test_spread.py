@@ -69,6 +69,7 @@ def without_sums(trace):
     return trace
 
 
+@pytest.mark.slow
 def test_sums_that_actors_made_are_those_of_one_process_and_are_kept(trace):
     alone = stats(trace, by="step")
     num_files = len(list((trace / "sums").iterdir()))

@@ -101,6 +101,7 @@ def test_other_weights_are_noticed(trace):
     assert rows(trace, "SELECT DISTINCT policy_version FROM scores WHERE pass LIKE 'replay/weights%'") == [(0,)]
 
 
+@pytest.mark.slow
 def test_the_mixed_precision_of_fsdp_is_replayed(tmp_path):
     """accelerate has FSDP1 cast rotary frequencies, too, and FSDP2 what the model gives: TRL's logprobs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

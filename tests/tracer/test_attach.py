@@ -197,6 +197,7 @@ def test_a_parquet_file_is_replayed_with_an_attached_model(tmp_path, model):
     assert result.num_equal == result.num_tokens > 0
 
 
+@pytest.mark.slow
 def test_the_engine_s_side_alone_is_scored_with_the_weights(tmp_path, model):
     """As of a client of `vllm serve`: what the trainer would have given its tokens is what a replay gives."""
     samples = scored(model)

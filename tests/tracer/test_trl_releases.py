@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from runs import train
-from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.views import connect
 from tim_trace.schemas.documents import Manifest
@@ -44,8 +43,9 @@ def rows(run, query=ENDED):
     return connect(run.trace).execute(query).fetchall()
 
 
+@pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("name", rest_slow(["eos_token_ids", "self._tokenizer"], 1))
+@pytest.mark.parametrize("name", ["eos_token_ids", "self._tokenizer"])
 def test_responses_ended_as_they_did_where_a_release_names_its_end_tokens_otherwise(name):
     plain = rows(train(capture="logprobs"))
     assert {reason for _, reason, _ in plain} == {"stop", "length"}
