@@ -9,8 +9,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from itertools import takewhile
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..schemas.errors import StorageError, warn
@@ -47,8 +46,7 @@ def write_once(path: Path, content: bytes) -> bool:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that is moved to `path` at the end, or removed after an error with any new folders."""
-    made = [*takewhile(lambda folder: not folder.exists(), path.parents)]
+    """Yield a temporary path that is moved to `path` at the end, or removed after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(path)
     try:
@@ -56,9 +54,6 @@ def whole_file(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException:
         remove(temporary)
-        with suppress(OSError):  # another process may have written there
-            for folder in made:
-                folder.rmdir()
         raise
 
 

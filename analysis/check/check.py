@@ -131,28 +131,31 @@ def check(
             return compare_passes(database)
         if names == (TRAIN, ROLLOUT) and columns.has_versions_of_current(database):
             names = (CURRENT, TRAIN)
-        if names == (TRAIN, ROLLOUT) and (unpaired := _unpaired(database, os.fspath(trace))):
+        is_default = names == (TRAIN, ROLLOUT)
+        if is_default and ROLLOUT not in columns.num_scored(database) and (unpaired := _unpaired(database, trace)):
             return unpaired
-        data = gather(database, names, trace=os.fspath(trace))
+        try:
+            data = gather(database, names, trace=os.fspath(trace))
+        except NothingToCompare:
+            if is_default and columns.masks_everything(database) and (unpaired := _unpaired(database, trace)):
+                return unpaired
+            raise
         return judge(data, ":".join(names), data_findings(database, data.sample))
 
 
 _HAS_REWARDS = "SELECT EXISTS (FROM sequences WHERE reward IS NOT NULL)"
 
 
-def _unpaired(database: Database, trace: str) -> CheckResult | None:
-    """Check only rewards, advantages, groups and the reference. None without any, or if `rollout` has logprobs of tokens in
-    the loss."""
+def _unpaired(database: Database, trace: str | os.PathLike[str]) -> CheckResult | None:
+    """Check only rewards, advantages, groups and the reference. None if a trace has none of them."""
     scored = columns.num_scored(database)
-    if ROLLOUT in scored and not columns.masks_everything(database):
-        return None
     sample = read_sample(database, (TRAIN, ROLLOUT if ROLLOUT in scored else TRAIN), []) if TRAIN in scored else None
     found = data_findings(database, sample)
     if len(scored) < 2 and not found and database.connection.execute(_HAS_REWARDS).fetchall() == [(False,)]:
         return None
     finding = kinds.not_compared(columns.why_nothing(database, (TRAIN, ROLLOUT)))
     return CheckResult(
-        trace=trace, pair=f"{TRAIN}:{ROLLOUT}", steps=database.steps, num_tokens=0, num_sampled_tokens=0,
+        trace=os.fspath(trace), pair=f"{TRAIN}:{ROLLOUT}", steps=database.steps, num_tokens=0, num_sampled_tokens=0,
         rms_d=math.nan, findings=(finding,), data=found, attempts=columns.attempts(database),
     )  # fmt: skip
 

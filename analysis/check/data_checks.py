@@ -561,9 +561,8 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
     name = r"overlong_buffer(_cfg)?[./_]"
     buffer, longest = run.number(name + "len$"), run.number(_LONGEST)
     factor = run.number(r"overlong_(buffer(_cfg)?[./_])?penalty_factor$")
-    setting = run.switched_on(name + "enable$") or (
-        "" if run.setting(name + "enable$", "") else run.setting(name + "len$", "")
-    )
+    has_switch = run.setting(name + "enable$", "")
+    setting = run.switched_on(name + "enable$") if has_switch else run.setting(name + "len$", "")
     if buffer and longest and factor != 0 and setting:
         limit = longest - buffer
         over = rows["length"] - limit > 0.05 * buffer

@@ -84,6 +84,11 @@ class _StepRows:
             return np.asarray(sums / np.bincount(self.at, w, len(self.steps)))
 
     @cached_property
+    def widths(self) -> tuple[np.ndarray, np.int64]:
+        """Tokens of a row and its padding, if each step is padded to its longest row ([N]), or all rows to the longest."""
+        return np.maximum.reduceat(self.length, self.starts)[self.at], self.length.max(initial=1)
+
+    @cached_property
     def varies(self) -> np.ndarray:
         """True for rows of groups with different rewards, [N] bool."""
         reward = np.nan_to_num(self["reward"])
@@ -115,9 +120,8 @@ class _StepRows:
         by_group, best = has / np.maximum(np.bincount(self.cell, has)[self.cell], 1), np.full(len(self.at), -np.inf)
         np.maximum.at(best, self.cell, np.where(has, values, -np.inf))
         is_padded = self.loss is not None and self.loss.aggregation == "constant"
-        widths = (np.maximum.reduceat(length, self.starts)[self.at], length.max(initial=1)) if tokens else ()
         for of, each, weights, kind in (
-            *((f"{whole} and the padding", num / width, ones, "right" if is_padded else "wrong") for width in widths),
+            *((f"{whole} and the padding", num / width, ones, "right" if is_padded else "wrong") for width in (self.widths if tokens else ())),
             *((("the sum per row", num, ones, "right"),) if tokens else ()),
             (f"{whole}, weighted by length", values, has * length, "right" if tokens else "wrong"),
             ("the mean of the groups' largest values", best[self.cell], by_group, "notice"),
@@ -270,7 +274,7 @@ def _surprise(rows: _StepRows, _: re.Match[str]) -> _Averages:
     sums = -rows.sum(rows.tokens["train"])
     yield from rows.of_rows(sums, "rows")
     yield _Average("the sum over the loss tokens", rows.mean(-rows.sum(rows.tokens["train"], rows.tokens["counts"])))
-    for width in (np.maximum.reduceat(rows.length, rows.starts)[rows.at], rows.length.max()):
+    for width in rows.widths:
         of = "the sum over each row and its padding, with a placeholder logprob of 1 (TRL's) for padding"
         yield _Average(of, rows.mean(sums - (width - rows.length)), "wrong")
 
@@ -279,7 +283,7 @@ def _of_padding(found: _Contradiction, rows: _StepRows, logged: _Logged) -> _Con
     """Add to a wrong mean of sums over rows that its error is about the same per padding position at all steps."""
     mean, name = rows.mean(-rows.sum(rows.tokens["train"])), found.numbers["name"]
     error = np.array([logged[name].get(int(step), np.nan) for step in rows.steps]) - mean
-    for width in (np.maximum.reduceat(rows.length, rows.starts)[rows.at], rows.length.max()):
+    for width in rows.widths:
         padding = rows.mean(width - rows.length)
         each = (error / np.maximum(padding, TINY))[known := np.isfinite(error)]
         is_steady = known.sum() > 3 and padding[known].min() > 0.5 and np.std(each) < 0.15 * abs(np.median(each))

@@ -97,8 +97,7 @@ def export_run(
                 settings = read_hyperparameters(database)
                 num_values = write_wandb(folder, database.sources[0].run, settings, figures)
             else:
-                with whole_file(folder / EVENTS) as path:
-                    num_values = write_events(path, figures)
+                num_values = write_events(folder / EVENTS, figures)
             ((texts,),) = database.connection.execute(_TEXTS).fetchall()
     return Exported(
         format=to, output=os.fspath(output), files=files, num_sequences=num_sequences, num_values=num_values,
@@ -179,7 +178,7 @@ def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     metadata, num_values = create_summary_metadata(display_name="", description=""), 0
-    with path.open("wb") as file:
+    with whole_file(path) as temporary, temporary.open("wb") as file:
         records = RecordWriter(file)
         for number, step in enumerate(figures):
             if not number:

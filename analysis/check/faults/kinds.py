@@ -574,8 +574,8 @@ _SETTINGS = {
 
 
 def unusual_settings(data: PairData) -> str:
-    """Return the recorded settings of the model that other models lack, such as rotary scaling or experts, as text. Of 20
-    rebuilt bug reports (not blind) with such a setting and one of _LIKE_SETTINGS, one side got it wrong in 19."""
+    """Return the recorded settings of the model that other models lack, such as rotary scaling or experts, as text. In 19
+    of 20 rebuilt bug reports (not blind) with such a setting and one of _LIKE_SETTINGS, one side applied it wrongly."""
     recorded = named(data.config, *_SETTINGS)
     window = data.config.get("sliding_window") if data.config.get("use_sliding_window", True) else None
     if isinstance(window, int) and window < int((data.position + data.sample.prompt_lengths[data.seq]).max(initial=0)):
@@ -662,7 +662,8 @@ def _finding(
     if kind == "weights":
         if _grew(data):
             numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-            # In six rebuilt bug reports (not blind), it fades by at most a sixth, but by a third with older weights in a prefix cache.
+            # In six rebuilt bug reports (not blind), it fades by at most a sixth, but by a third with older weights in a
+            # prefix cache.
             fall, certainty = features.fades(data, data.sample.steps[data.seq] >= grown.since)
             if fall > 0.3 and certainty > 4:
                 numbers["cause"] = "early"
@@ -867,7 +868,9 @@ def _bound(n: Mapping[str, Any]) -> dict[str, str]:
     if n.get("cause") != "high":
         bound = f"; rounding in {dtypes} usually causes at most {usual} nats"
         if n.get("settings"):
-            bound += f" (healthy runs rarely reach half of that, so compare how both sides apply {n['settings']})"
+            bound += (
+                f" (12 of 177 healthy test traces reach half of that; compare how both sides apply {n['settings']})"
+            )
         return {"level_text": f"{n['level']:.2g}", "bound_text": bound}
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
     bound = f", more than the {usual} nats that rounding in {dtypes} usually causes, but less than {most}"
