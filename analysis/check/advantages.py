@@ -105,7 +105,7 @@ _KL_FORMS = ("the sum of train - reference", "the mean of train - reference", "h
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
 lengths AS (SELECT DISTINCT run, step, group_id, length AS part FROM texts)
-SELECT DISTINCT hash(a.prompt, a.response), hash(b.prompt, b.response) FROM texts AS b JOIN lengths USING (run, step, group_id)
+SELECT DISTINCT step, hash(a.prompt, a.response), hash(b.prompt, b.response) FROM texts AS b JOIN lengths USING (run, step, group_id)
 JOIN texts AS a ON (a.run, a.step, a.group_id, a.length, hash(a.prompt || a.response)) = (b.run, b.step, b.group_id, part, hash(b.prompt[:part]))
 WHERE part <= len(b.prompt)
 """
@@ -242,14 +242,20 @@ class DataRows:
 
     @cached_property
     def continued(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of rows of a group, as two arrays of row indices, [K]: the second row's prompt continues the first row."""
+        """Pairs of rows of a group, as two arrays of row indices, [K]: the second row's prompt continues the first row.
+        Of identical rows, the second array has the first, and the first array all."""
         rows, cell = self.rows, self.cell
         is_possible = rows["group"].any() and (mean_of(cell, rows["prompt_length"]) != rows["prompt_length"]).any()
         query = _CONTINUED.format(steps=self.inspected if is_possible else "NULL")
-        keys = np.array(self.database.connection.execute(query).fetchall(), np.uint64).reshape(-1, 2)
-        order = np.argsort(rows["response"], kind="stable")
-        row, later = (order[np.searchsorted(rows["response"], each, sorter=order)] for each in keys.T)
-        return row, later
+        step, *pairs = (np.asarray(each) for each in self.database.connection.execute(query).fetchnumpy().values())
+        texts, one, two = (
+            each ^ _of_step(at) for each, at in ((rows["response"], rows["step"]), *((each, step) for each in pairs))
+        )
+        order = np.argsort(texts, kind="stable")
+        first, last = (np.searchsorted(texts, one, side, order) for side in ("left", "right"))
+        num = last - first
+        row = np.repeat(first, num) + np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
+        return order[row], np.repeat(order[np.searchsorted(texts, two, sorter=order)], num)
 
     @cached_property
     def kl(self) -> dict[str, np.ndarray]:
@@ -296,6 +302,11 @@ class DataRows:
     def group_setting(self) -> str:
         """First recorded setting that implies a group-mean baseline, or an empty string."""
         return self.setting(ALGORITHM, "grpo|rloo|group")
+
+
+def _of_step(step: np.ndarray) -> np.ndarray:
+    """Return bits that distinguish the hash of a text at one step from that at another, [N]."""
+    return step.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
 def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -1039,8 +1050,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     turns: list[tuple[str, np.ndarray]] = []
     if len(run.continued[0]):  # only a trajectory's last row has the outcome as its reward
         response, reward, (row, later) = run.rows["response"], np.nan_to_num(run.rows["reward"]), run.continued
-        known &= (response > 0) & ~np.isin(response, response[row])
         last, order = np.arange(len(reward)), np.argsort(run.rows["prompt_length"][later], kind="stable")
+        known &= (response > 0) & ~np.isin(last, row)
         last[row[order]] = later[order]  # the last turn has the longest prompt
         turns = [(_OF_TURNS, mean_of(run.cell, reward[last])), (_OF_OWN_TURNS, mean_of(run.cell, reward))]
     if run.counts_masked is False:

@@ -160,6 +160,8 @@ def _nan_source(run: DataRows, lost: np.ndarray) -> str:
 def _turns(run: DataRows) -> Iterator[DataFinding]:
     """Find turns whose advantage differs from a later turn's, although only the last has a reward, or all have the same."""
     row, later = run.continued
+    is_alone = count_of(numbered(run.rows["response"], run.at)) == 1  # identical rows may continue differently
+    row, later = (rows[is_alone[row] & is_alone[later]] for rows in (row, later))
     reward = np.nan_to_num(run.rows["reward"])
     if run.is_per_token or (reward[row].any() and not np.array_equal(reward[row], reward[later])):
         return

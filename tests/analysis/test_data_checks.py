@@ -2400,6 +2400,28 @@ def lengths_of_turns(step, number):
     return {"prompt_ids": prompts, "response_ids": responses}
 
 
+def identical_first_turns(step, number):
+    """The first turns of each group's first two trajectories are the same."""
+    rows = np.arange(len(GROUP))
+    like = np.where(rows % IN_GROUP == 2, rows - 2, rows)
+    return lengths_of_turns(
+        Step([step.prompts[row] for row in like], [step.responses[row] for row in like], step.groups, step.logits),
+        number,
+    )
+
+
+@pytest.mark.parametrize("early", [0.0, 1.0])
+def test_earlier_turns_without_an_advantage_are_found_beside_identical_ones(tmp_path, early):
+    is_early = np.arange(len(GROUP)) % 2 == 0
+    path = write(
+        tmp_path / "run", lambda r, n: grpo(r) * np.where(is_early, early, 1.0), columns=identical_first_turns,
+        reward=lambda step, number, draw: np.repeat(binary(step, number, draw)[::2], 2), passes=lambda *_: None,
+    )  # fmt: skip
+    found = [data_text(each) for each in findings(path, sampled=False) if each.code == "turns_differ"]
+    assert len(found) == (not early)
+    assert all("those of earlier turns are 0" in text for text in found)
+
+
 def summary(name, values):
     return {f"{name}/{figure}": float(getattr(values, figure)()) for figure in ("mean", "max", "min")}
 
