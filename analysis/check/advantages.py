@@ -212,6 +212,18 @@ class DataRows:
         return np.where(np.isfinite(self.rows["reward"]), self.rows["reward"], np.nan)
 
     @cached_property
+    def trainer_versions(self) -> np.ndarray:
+        """Policy version with which the trainer scored each step's rows, [S], NaN if unknown."""
+        query = """SELECT step, max(policy_version) FROM scores WHERE "pass" = 'train' GROUP BY step"""
+        known = dict(self.database.connection.execute(query).fetchall())
+        return np.array([known.get(step) for step in self.steps.tolist()], float)
+
+    @cached_property
+    def lag(self) -> np.ndarray:
+        """Number of updates by which each row's policy version is behind the trainer's, [N], NaN if unknown."""
+        return np.asarray(self.trainer_versions[self.at] - self.rows["version"])
+
+    @cached_property
     def left_out(self) -> np.ndarray:
         return _left_out(self.reward, self.cell)
 

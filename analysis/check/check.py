@@ -394,18 +394,29 @@ def _is_learned(data: PairData, finding: Finding) -> bool:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Narrow the first finding to a place with nearly all of the tokens that `best` explains and rounding cannot."""
+    """Narrow the first finding to a place with nearly all of the tokens that `best` explains and rounding cannot. If
+    `best` predicts their values, the place must coincide with its tokens."""
     part = data.without(~best.tokens)
-    if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
+    if not FEW <= part.num_kept < 0.97 * data.num_kept:
         return list(found)
+    if best.left is not None:
+        tokens = best.tokens[data.keep]
+        alike = (
+            (float((place.inside & tokens).sum() / (place.inside | tokens).sum()), place) for place in places(data)
+        )
+        share, place = max(alike, key=lambda each: (each[0], each[1].feature == "token_id"), default=(0.0, None))
+        return [_at(found[0], place), *found[1:]] if place and share > 0.9 else list(found)
     off, allowed = nobodys(part), allowed_noise(part)
     shown = [found[0].numbers.get("feature"), found[0].numbers.get("column")]
     for place in places(part) if off.any() else ():
         is_all = (off & place.inside).sum() > 0.9 * off.sum() and place.level_outside < allowed / 2
         if is_all and place.mean_ratio > 10 and place.feature not in shown:
-            numbers: dict[str, Number] = {f"within_{name}": value for name, value in place.numbers.items()}
-            return [replace(found[0], numbers=found[0].numbers | numbers), *found[1:]]
+            return [_at(found[0], place), *found[1:]]
     return list(found)
+
+
+def _at(finding: Finding, place: Where) -> Finding:
+    return replace(finding, numbers=finding.numbers | {f"within_{name}": each for name, each in place.numbers.items()})
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:

@@ -243,6 +243,12 @@ def _length(rows: _StepRows, match: re.Match[str]) -> _Averages:
     yield _Average(_WHOLE, both, kind)
 
 
+def _finished_length(rows: _StepRows, _: re.Match[str]) -> _Averages:
+    ended = rows.run.ended[rows.kept]
+    yield from rows.of_rows(np.where((ended != "length") & (ended != ""), rows.length, np.nan), "rows")
+    yield _Average("the mean over all rows, including truncated ones", rows.mean(rows.length), "wrong")
+
+
 def _advantage(rows: _StepRows, match: re.Match[str]) -> _Averages:
     advantage = np.where(rows["is_per_token"] & (match["figure"] is not None), np.nan, rows["advantage"])
     inside = rows["loss_length"] * np.isfinite(advantage)
@@ -268,6 +274,20 @@ def _divergence(rows: _StepRows, _: re.Match[str], a: str, b: str) -> _Averages:
         sizes = {*rows.run.numbers(KL_COEFFICIENT).values()} - {0.0} if b == "reference" else {}
         for each, size in itertools.product(estimates, (1.0, *sizes, *(-size for size in sizes))):
             yield from rows.of_tokens(each * size)
+
+
+def _staleness(rows: _StepRows, match: re.Match[str]) -> _Averages:
+    """Yield the mean or an extreme of the number of updates, or of steps, by which the rows' policy version lags."""
+    lag, versions = rows.run.lag[rows.kept], rows.run.trainer_versions
+    per_step = float(np.median(np.diff(versions[np.isfinite(versions)]))) if np.isfinite(versions).sum() > 1 else 1.0
+    for each in (lag, *([np.floor(lag / per_step)] if per_step > 1 else [])):
+        if figure := match["figure"]:
+            extreme = np.fmax if figure == "max" else np.fmin
+            yield _Average(
+                f"the {figure}imum number of updates behind the trainer", extreme.reduceat(each, rows.starts)
+            )
+        else:
+            yield _Average("the mean number of updates behind the trainer", rows.mean(each))
 
 
 def _surprise(rows: _StepRows, _: re.Match[str]) -> _Averages:
@@ -338,17 +358,19 @@ _MEAN = r"(/?_?(mean|avg))?$"
 _OF_ACTOR = r"^((actor|train|policy|rl|ppo_actor(/update)?)/)?"
 _QUANTITIES: tuple[tuple[str, Callable[[_StepRows, re.Match[str]], _Averages], tuple[str, ...]], ...] = (
     (r"^(?!rollout/rewards$)((train|rollout|rl|critic|ppo_actor|env/all)/)?(raw_|task_)?(reward|score)s?(/all)?([/_](mean|avg|avg_raw_reward|total))?$", _reward, ()),
-    (r"^((val/sequence|(rollout/)?response)_lengths|generate/avg_num_tokens|mean_gen_tokens_per_sample|completions/mean_length|((rollout/)?(response|completion)_len(gth)?|(ppo_actor/|rollout/)?(?P<whole>seq_len|total_lengths)(/all)?)([/_](mean|avg))?)$", _length, ()),
-    (r"^(mean_prompt_length|prompt_len(gth)?(/(mean|avg))?)$", lambda rows, _: rows.of_rows(rows["prompt_length"], "rows"), ()),
-    (r"^(completions/clipped_ratio|response_length/clip_ratio|is_truncated(/all)?/mean|rollout/truncated(_ratio)?)$", lambda rows, match: rows.of_rows(np.where(rows.run.ended == "", np.nan, rows.run.ended == "length"), "" if "clip_ratio" in match[0] else "rows"), ()),
+    (r"^((val/sequence|(rollout/)?response)_lengths|generate/avg_num_tokens|(train/)?mean_gen_tokens_per_sample|tokens/responses?_len(gth)?_mean|completions/mean_length|((rollout/)?(response|completion)_len(gth)?|(ppo_actor/|rollout/)?(?P<whole>seq_len|total_lengths)(/all)?)([/_](mean|avg))?)$", _length, ()),
+    (r"^completions/mean_terminated_length$", _finished_length, ()),
+    (r"^((train/)?mean_prompt_length|prompt_len(gth)?(/(mean|avg))?)$", lambda rows, _: rows.of_rows(rows["prompt_length"], "rows"), ()),
+    (r"^(completions/clipped_ratio|response_length/clip_ratio|is_truncated(/all)?/mean|(rollout/)?truncated(_ratio)?|(train/)?truncat(ed|ion)_rate)$", lambda rows, match: rows.of_rows(np.where(rows.run.ended == "", np.nan, rows.run.ended == "length"), "" if "clip_ratio" in match[0] else "rows"), ()),
     (r"^(rewards/(?P<part>.+)/(?P<figure>mean|std)|reward[_/]std)$", _part, ()),
+    (r"(^|[/_])(off_policy(_steps|(_|/)level)?|(sample_)?staleness|(version|policy)_lag)([/_]((?P<figure>max|min)|mean|avg))?$", _staleness, ()),
     (r"^frac_reward_zero_std$", lambda rows, _: rows.of_rows(1.0 - rows.varies), ()),
-    (r"^((critic|ppo_actor|rl|rollout)/)?advantages?([/_]((?P<figure>max|min)|mean|avg))?$", _advantage, ()),
+    (r"^((critic|ppo_actor|rl|rollout|train)/)?advantages?([/_]((?P<figure>max|min)|mean|avg))?$", _advantage, ()),
     (_OF_ACTOR + r"(policy_)?entropy(/all)?" + _MEAN, lambda rows, _: rows.of_tokens(rows.tokens["entropy"], "range", "right"), ("entropy",)),
     (r"^objective/entropy$", _surprise, ("train",)),
     (r"(^|/)((ref_?|policy_)?kl|kl(_(loss|rewards?|penalty|div|ref))?)" + _MEAN, partial(_divergence, a="train", b="reference"), ("reference", "train", "current")),
     (r"(^|/)(ppo_kl|approx_?kl)" + _MEAN, partial(_divergence, a="train", b="current"), ("current", "train")),
-    (r"^(?!.*(max|min|std|median)).*(mismatch_kl|gen_kl_error|logp(rob)?s?_(abs_)?diff|probs?_diff|reverse_kl|token_mult_prob_error)", partial(_divergence, a="train", b="rollout"), ("rollout", "train")),
+    (r"^(?!.*(max|min|std|median)).*(mismatch_kl|gen_kl_error|^vllm_kl$|rollout_corr/(k3_)?kl$|logp(rob)?s?_(abs_)?diff|probs?_diff|reverse_kl|token_mult_prob_error)", partial(_divergence, a="train", b="rollout"), ("rollout", "train")),
     (r"^(?!.*(max|min|std|median|eff|ess|frac)).*(importance_(sampling_)?(ratio|weight)|rollout_is)" + _MEAN, _importance, ("rollout", "train")),
     (r"(^|/)(clip_ratio/((?P<side>low|high)_mean|region_mean)|pg_clipfrac|ppo_clip_ratio|(update/)?clip_ratio/avg)$", _clipped, ("current", "train", "rollout")),
     (_OF_ACTOR + r"(loss(/mean)?|(pg|policy)_loss|actor_loss/avg)$", _loss, ("train", "current", "rollout", "reference")),
@@ -562,12 +584,12 @@ def _average_of(
     """Return the average, or a multiple of a right one, that all logged values equal where they differ ([S] bool) from
     the right ones. Its `values` are what should have been logged."""
     ends, found = np.flatnonzero(np.isfinite(value)), list[_Average]()
-    asked = differs[ends]
+    asked = differs[ends] | (value[ends] == 0)  # a multiple of 0 is 0
     y, has_gaps = value[ends][asked], (np.diff(ends) > 1).any()
     given = averages + [each._replace(values=_since(each.values, ends, len(value))) for each in averages if has_gaps]
     x, is_right = np.stack([each.values[ends][asked] for each in given]), np.array([each.kind == "right" for each in given])  # fmt: skip
     with np.errstate(all="ignore"):
-        factors = np.where(is_right, np.median(y / x, axis=1), 1.0)
+        factors = np.where(is_right, np.median((y / x)[:, (y != 0) | (not y.any())], axis=1), 1.0)
         errors = np.abs(y - factors[:, None] * x).max(axis=1) / np.where(is_right | bool(needs), _SCALED, _EXACT)
     fits = errors <= min(np.abs(y).max(), _FIT / _SCALED * np.std(y))
     for at in np.flatnonzero(fits & (_num_different(y) > 2)).tolist():

@@ -1051,6 +1051,7 @@ def test_one_fill_value_is_a_placeholder_although_one_id_has_all_of_it(tmp_path)
 
     first = first_of(Recording(rollout=rollout, contracts=BOTH_FP32, entropy=False), tmp_path / "trace")
     assert (first.code, first.numbers["value"]) == ("placeholders", -100.0)
+    assert "all where the token id is 7" in evidence_text(first)
 
 
 def test_a_reference_that_is_stored_as_the_trainers_is_found(tmp_path):

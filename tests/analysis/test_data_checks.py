@@ -2471,6 +2471,39 @@ def test_metrics_are_compared_as_frameworks_log_them(tmp_path, kind):
     assert [each.is_notice for each in found if each.code.startswith("metric")] == expected
 
 
+def behind(number):
+    return np.minimum(np.arange(len(GROUP)) % 3, number - 1) * (number % 3)
+
+
+def with_versions(recorder, batch, step, number):
+    recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=10 + number)
+
+
+@pytest.mark.parametrize(("times", "expected"), [(1, []), (2, ["off_policy/level_mean"])])
+def test_a_logged_staleness_is_compared_with_the_policy_versions(tmp_path, times, expected):
+    path = write(
+        tmp_path / "run", passes=with_versions, columns=lambda s, n: {"policy_version": (10 + n - behind(n)).tolist()},
+        metrics=lambda s, r, n: {"off_policy/level_mean": times * behind(n).mean(), "staleness_max": behind(n).max()},
+    )  # fmt: skip
+    found = [each for each in findings(path, sampled=False) if each.code.startswith("metric")]
+    assert [each.numbers["name"] for each in found] == expected
+    assert all("multiplied by 2" in data_text(each) for each in found)
+
+
+def finished_lengths(step, number):
+    ended = np.arange(len(GROUP)) % 4 > 0
+    return {"finish_reason": ["stop" if each else "length" for each in ended]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(slice(None), ["metric_of_others"]), (np.arange(len(GROUP)) % 4 > 0, [])]
+)
+def test_a_logged_length_of_finished_responses_leaves_out_truncated_ones(tmp_path, rows, expected):
+    metrics = lambda s, r, n: {"completions/mean_terminated_length": lengths_in(s)[rows].mean()}  # noqa: E731
+    found = findings(write(tmp_path / "run", columns=finished_lengths, metrics=metrics), sampled=False)
+    assert [each.code for each in found if each.code.startswith("metric")] == expected
+
+
 def test_an_infinite_metric_is_reported_with_its_value(tmp_path):
     found = findings(write(tmp_path / "run", reward=graded, metrics=lambda s, r, n: {"reward": np.inf}))
     assert "logged as inf" in data_text(found[0])

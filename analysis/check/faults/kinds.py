@@ -101,7 +101,8 @@ WEIGHTS = Fault(
         "same way, but only {part:.0%} as far (over {num_tokens:,} repeated tokens)",
         "judged": features.judged(
             "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different "
-            "version; or trainer logprobs from the reference model or from after the update"
+            "version; a policy version recorded before the engine loaded its weights; a key-value cache from before a sync "
+            "or sleep; or trainer logprobs from the reference model or from after the update"
         ),
     },
     words={
