@@ -288,10 +288,10 @@ def test_a_trainer_that_is_wrong_from_the_first_step_is_no_fault_of_the_engine(t
     assert found.signal != "reference"
 
 
-@pytest.mark.parametrize(("part", "signal"), [(0.25, "follows"), (0.04, "follows"), (0.0, "frozen")])
-def test_an_engine_that_applies_part_of_each_update_is_not_frozen(tmp_path, part, signal):
+def with_part(path, part, curve=lambda logits: logits):
+    """A run whose engine applies `part` of each update, and whose trainer computes a `curve` of its logits."""
     trainer = engine = table()
-    with Recorder(tmp_path / "run") as recorder:
+    with Recorder(path) as recorder:
         for name, contract in BOTH_FP32.items():
             recorder.add_contract(name, contract)
         for number in range(1, 9):
@@ -301,13 +301,23 @@ def test_an_engine_that_applies_part_of_each_update_is_not_frozen(tmp_path, part
                 step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses]
             )  # fmt: skip
             recorder.add_scores("rollout", batch, logprobs=step.scored(engine))
-            recorder.add_scores("train", batch, logprobs=step.scored(trainer))
+            recorder.add_scores("train", batch, logprobs=step.scored(curve(trainer)))
             change = moved(trainer, number, 0.15) - trainer
             trainer, engine = trainer + change, engine + (change * part).astype(np.float32)
-    first = check(tmp_path / "run").findings[0]
+    return check(path).findings[0]
+
+
+@pytest.mark.parametrize(("part", "signal"), [(0.25, "follows"), (0.04, "follows"), (0.0, "frozen")])
+def test_an_engine_that_applies_part_of_each_update_is_not_frozen(tmp_path, part, signal):
+    first = with_part(tmp_path / "run", part)
     assert (first.code, first.signal, first.broken) == ("weights_differ", signal, "engine")
     if part:
         assert first.numbers["part"] == pytest.approx(part, rel=0.3)
+
+
+def test_a_trainer_whose_logits_are_wrong_from_the_first_step_on_does_not_miss_updates(tmp_path):
+    wrong = with_part(tmp_path / "run", 1.0, lambda logits: 4 * logits * np.tanh(np.abs(logits) / 2))
+    assert wrong.signal != "follows"
 
 
 @pytest.mark.parametrize(

@@ -259,9 +259,10 @@ def find_reference(data: PairData) -> list[Hypothesis]:
 
 
 def find_frozen(data: PairData) -> list[Finding]:
-    """Detect a side whose weights do not change from step to step, although the other side's do."""
-    if (found := features.frozen(data)) is None:
-        return []
+    """Detect a side whose weights do not change from step to step, or too little, although the other side's do."""
+    found, grown = features.frozen(data), features.growth(data)
+    if found is None or (found[1]["part"] and grown.first > grown.later / 2):
+        return []  # a mismatch that is there before any update is no missing update
     side, other = data.names[found[0]], data.names["b" if found[0] == "a" else "a"]
     numbers: dict[str, Number] = {"side": side, "other": other, **found[1]}
     numbers["cause"], signal = ("part_of_updates", "follows") if numbers["part"] else ("frozen", "frozen")
