@@ -8,8 +8,8 @@ from tim_trace.analysis import conformance
 from tim_trace.analysis.alarms.reading import EVERY_ALARM
 from tim_trace.analysis.attribution import text as attribution
 from tim_trace.analysis.attribution.attribution import SUSPECTS
+from tim_trace.analysis.check.data_checks import FAULTS as DATA_FAULTS
 from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY
-from tim_trace.analysis.check.finding import KINDS
 from tim_trace.analysis.check.text import NOTES
 from tim_trace.analysis.comparison import passes_text
 from tim_trace.analysis.comparison import text as comparison
@@ -60,7 +60,8 @@ def codes():
         "check: causes (numbers.cause)": {
             f"{fault.code}.{name}": title for fault in ALL for name, title in fault.causes.items()
         },
-        "check: data": {code: title for code, (title, *_) in KINDS.items()},
+        "check: data": {code: fault.title for (code, _), fault in DATA_FAULTS.items()},
+        "check: data signals": {f"{code}.{name}": fault.evidence[name] for (code, name), fault in DATA_FAULTS.items()},
         "check: note_codes": NOTES,
         "attribute: suspects": SUSPECTS,
         "attribute: evidence, facts, differences": attribution.EVIDENCE | attribution.DIFFERENCES,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,26 +20,41 @@ from ..trace.database import Database
 from ..trace.ragged import array_of
 from ..trace.tokens import tokens_by_step
 from . import commands
-from .finding import BY_ROW, KINDS, DataFinding
+from .finding import BY_GROUP, DataFault, DataFinding, Finding, data_fault
 from .sample import MAX_READ_TOKENS, Sample, in_lower_case
 from .where import rank_of, row_columns, shared_by
 
-_BATCH, _NOTHING, _UNSIGNED = "a constant for the whole batch", "nothing", "absolute values"
-HALVES = "the mean over the half of the group that contains the row"
-_LEVELS = ("the group's maximum", "the group's minimum", "the group's median")
-_OF_TURNS = "the mean over all turns of the group, so that a trajectory counts once for each of its turns"
-_OF_OWN_TURNS = "the mean over all turns of the group, in which earlier turns count with their own reward"
-_LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
-_BY_RANK = "a value for each rank within the group"
-_DIVIDED, _BY_MEAN = "divided by the group's standard deviation", "divided by the group's mean reward"
-_PLUS = _DIVIDED + " plus"
-_OF_OWN = {
-    "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
-    "multiplied by the response length": "advantages_by_length", HALVES: "baseline", _BY_RANK: "advantages_by_rank",
+_DIVIDED, _PLUS = "deviation", "deviation_plus"
+_LEVELS = ("maximum", "minimum", "median")
+_RULES = {
+    "batch_constant": "a constant for the whole batch", "nothing": "nothing", "batch_mean": "the batch's mean",
+    "token_mean": "the mean over the batch's tokens", "padded_mean": "the mean over the batch's tokens and padding",
+    "group_and_padded_mean": "the group's mean and then the mean over the batch's tokens and padding",
+    "maximum": "the group's maximum", "minimum": "the group's minimum", "median": "the group's median",
+    "first_row": "the reward of the group's first row", "first_rows": "the mean of the group's first {last} rows",
+    "half": "the mean over the half of the group that contains the row", "mean_times": "{last} times the group's mean",
+    "mean_of_turns": "the mean over all turns of the group, so that a trajectory counts once for each of its turns",
+    "mean_of_own_turns": "the mean over all turns of the group, in which earlier turns count with their own reward",
+    "mean_of_every_row": "the mean of every {last}th row", "mean_of_neighbours": "the mean of {last} neighbouring rows",
+    "mean_of_some_groups": "the mean of {last} rows from several groups", "previous_group_mean": "the previous group's mean",
+    "next_group_mean": "the next group's mean", "previous_step_mean": "the previous step's group's mean",
+    "divided_by_length": "divided by the response length", "times_length": "multiplied by the response length",
+    "rewards_in_group": "rewards of the same group in another order", "rewards_moved": "rewards moved by {last} rows",
+    "rewards_sample_major": "rewards in sample-major order", "rewards_prompt_major": "rewards in prompt-major order",
+    "rewards_of_next": "the rewards of the next step", "rewards_of_previous": "the rewards of the previous step",
+    "advantages_in_step": "advantages of the same step in another order",
+    "deviation": "divided by the group's standard deviation", "mean": "divided by the group's mean reward",
+    "deviation_plus": "divided by the group's standard deviation plus {last}",
+    "variance": "divided by the variance of the group's rewards", "root_mean_square": "divided by the root mean square of the group's rewards",
+    "root_of_deviation": "divided by the square root of the standard deviation of the group's rewards",
+    "times_deviation": "multiplied by the standard deviation of the group's rewards",
+    "previous_group_deviation": "divided by the previous group's standard deviation",
+    "next_group_deviation": "divided by the next group's standard deviation",
+    "previous_step_deviation": "divided by the previous step's group's standard deviation",
+    "deviation_of_part": "divided by the standard deviation of each 1/{last} of the batch's rows",
 }  # fmt: skip
-"""Rule -> finding code, for rules under which a group's advantages still sum to about 0."""
-_CODES = _OF_OWN | {_UNSIGNED: "advantages_unsigned"}
-PADDED = "the mean over the batch's tokens and padding"
+"""Rule for a baseline, an order or a scale -> phrase. A rule's name may end in a number, which replaces `{last}`. Rules that
+begin with `advantages_` move advantages as those that begin with `rewards_` move rewards."""
 _ERRORS = 4.0
 """Number of standard errors that chance rarely exceeds, even in a thousand steps."""
 TINY = 1e-6
@@ -55,12 +70,9 @@ _TOKEN_NATS = 0.65
 _INEXACT = 2.0**-15
 """Maximum 1 - fit (a correlation) of a rule that reproduces the advantages up to rounding: four bfloat16 errors of 2^-9
 add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""
-_Mixed = tuple[str, np.ndarray, dict[str, Any]]
-"""Finding code, affected rows ([N] bool), and numbers for the finding."""
+_Mixed = tuple[DataFault, np.ndarray, dict[str, Any]]
+"""The fault, affected rows ([N] bool), and the signal and numbers of the finding."""
 _NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
-_ZEROED = "been set to 0 although their rewards differ"
-_TRUNCATED = "; they are truncated, and may be left out of the loss on purpose"
-_COUNT = ", but their rewards count in their groups' baselines"
 KL_IN_REWARD = r"(^|[./])(use_)?kl_in_reward$"
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
 _LOST = "coalesce(NOT isfinite({}), false)"
@@ -100,7 +112,10 @@ FROM (SELECT run, step, seq_id, response_mask AS mask, row_number() OVER () AS p
     FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0 AND {asked}
 ) USING (run, step, seq_id), LATERAL (SELECT list_filter(every, lambda x, position: coalesce(mask[position], true)) AS d) ORDER BY step, place
 """
-_KL_FORMS = ("the sum of train - reference", "the mean of train - reference", "half the sum of its squares", "the sum of its k3 estimates")  # fmt: skip
+_KL_FORMS = {
+    "sum": "the sum of train - reference", "mean": "the mean of train - reference", "squares": "half the sum of its squares",
+    "k3": "the sum of its k3 estimates",
+}  # fmt: skip
 # Comparing all pairs of rows would be slow, so compare hashes of prompt prefixes with another row's length.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
@@ -135,8 +150,9 @@ class DataRows:
         self.is_per_token = bool(self.rows["is_per_token"].any())
 
     def find(
-        self, code: str, affected: np.ndarray, steps: np.ndarray | None = None, *, rows: np.ndarray | None = None,
-        sample: Sample | None = None, least: int = 1, notice: bool = False, notice_if_whole: bool = False, **numbers: Any,
+        self, fault: DataFault, affected: np.ndarray, steps: np.ndarray | None = None, *, signal: str = "",
+        rows: np.ndarray | None = None, sample: Sample | None = None, least: int = 1, notice: bool = False,
+        notice_if_whole: bool = False, finding: Finding | None = None, **numbers: Any,
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if at least `least` of the tested rows or steps are `affected` ([N] bool).
 
@@ -147,20 +163,23 @@ class DataRows:
         """
         if affected.sum() < least:
             return
+        signal = signal or fault.code
         columns: dict[str, np.ndarray] = {}
         if steps is None:
             columns = self.columns if sample is None else row_columns(sample)
             columns = columns if rows is None else {name: each[rows] for name, each in columns.items()}
         since = self._since(affected, columns["step"] if steps is None else steps)
         condition = self.database.step_condition()
-        filled: dict[str, float | str] = {"num": int(affected.sum())} if "{num:" in KINDS[code][1] else {}
+        known: dict[str, Any] = {"num": int(affected.sum())} if "{num:" in fault.evidence[signal] else {}
         for name, value in numbers.items():
-            filled[name] = float(np.median(value[affected])) if isinstance(value, np.ndarray) else value
+            known[name] = float(np.median(value[affected])) if isinstance(value, np.ndarray) else value
         rows_text = f"(FROM sequences WHERE {condition})" if condition else "sequences"
-        query = (*KINDS[code], BY_ROW)[2].format(rows=rows_text, **filled)
+        query = fault.query.format(rows=rows_text, **known)
+        title = fault.filled(fault.title, signal, known | {"finding": finding})
         yield DataFinding(
-            code=code, share=float(np.mean(affected)), since=since, is_notice=notice or (notice_if_whole and since is None),
-            numbers=filled, where=shared_by(columns, affected) if columns else {}, next=commands.sql_of(self.database.given[0], query),
+            code=fault.code, signal=signal, title=title, share=float(np.mean(affected)), since=since,
+            is_notice=notice or (notice_if_whole and since is None), numbers=known, finding=finding and replace(finding, tokens=None),
+            where=shared_by(columns, affected) if columns else {}, next=commands.sql_of(self.database.given[0], query),
         )  # fmt: skip
 
     @cached_property
@@ -402,17 +421,28 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def shifted(at: np.ndarray, in_group: int = 1) -> dict[str, np.ndarray]:
-    """Return, by kind of misplacement, the row in which each row's reward would be recorded, [N], or -1."""
+    """Return, by rule, the row in which each row's reward would be recorded, [N], or -1."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     tried = sorted(range(-8, 9), key=abs)[1:]
-    moves = {f"rewards moved by {by} rows": first + (place - first + by) % size for by in tried}
+    moves = {f"rewards_moved_{by}": first + (place - first + by) % size for by in tried}
     for name, by in (("sample", np.maximum(size // in_group, 1)), ("prompt", in_group)) if in_group > 1 else ():
         row = (place - first) % by * (size // by) + (place - first) // by
-        moves[f"rewards in {name}-major order"] = np.where(size % in_group == 0, first + row, -1)
+        moves[f"rewards_{name}_major"] = np.where(size % in_group == 0, first + row, -1)
     for name, by in (("next", 1), ("previous", -1)):
         other, end = np.searchsorted(at, at + by), np.searchsorted(at, at + by, "right")
-        moves[f"the rewards of the {name} step"] = np.where(end - other == size, other + place - first, -1)
+        moves[f"rewards_of_{name}"] = np.where(end - other == size, other + place - first, -1)
     return moves
+
+
+def rule_text(rule: str) -> str:
+    moved = rule.replace("advantages_", "rewards_")
+    name, _, last = moved.rpartition("_")
+    phrase = _RULES.get(rule) or _RULES.get(moved) or _RULES[name].format(last=last)
+    return phrase if moved == rule or rule in _RULES else phrase.replace("rewards", "advantages")
+
+
+def rule_words(numbers: Mapping[str, Any]) -> dict[str, str]:
+    return {"rule": rule_text(numbers["rule"])} if "rule" in numbers else {}
 
 
 @dataclass(frozen=True)
@@ -537,7 +567,7 @@ class _Rules(NamedTuple):
     divided: np.ndarray
     """1 if advantages are divided by the group's standard deviation, -1 if not, 0 if unclear."""
     scale: np.ndarray
-    """Description of how each group's advantages are scaled: empty for a constant factor, None if unknown."""
+    """Rule by which each group's advantages are scaled: empty for a constant factor, None if unknown."""
     is_linear: np.ndarray
     """True if advantages are linear in the rewards in nearly every group."""
     chosen: np.ndarray
@@ -570,7 +600,7 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         # In groups with a single success, advantages are linear in the rewards under any rule.
         off = [varies & (np.abs(a - each) > CLOSE * rms_of(g, a)) for each in _left_out_rules(rows)]
         is_left_out = has_both & (np.min([sums(each) for each in off], axis=0) == 0)
-        name, has_own = np.where(is_left_out, _LEAVE_ONE_OUT, name), has_own & ~is_left_out
+        name, has_own = np.where(is_left_out, "leave_one_out", name), has_own & ~is_left_out
         if (rest := has_both & is_linear & ~has_own & ~is_left_out).any():
             baseline, groups = _baseline_of(rows, rest)
             name, other = np.where(rest, baseline, name), line.fits & rest[line.at] & ~groups
@@ -606,11 +636,11 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
     own = [rows.x, rows.x / rows.spread]
-    yield _LEAVE_ONE_OUT, [_left_out(r, g), *_left_out_rules(rows)]
+    yield "leave_one_out", [_left_out(r, g), *_left_out_rules(rows)]
     # Each advantage's mean over all rows with the same rank (by reward, then by advantage) in groups of the same size.
     varies = np.isfinite(rows.spread)
     label = np.where(varies, 1 + rank_of(g, a, r) + int(n.max()) * n, 0)
-    yield _BY_RANK, [np.where(varies, mean_of(label, a), np.nan)]
+    yield "by_rank", [np.where(varies, mean_of(label, a), np.nan)]
 
     def moments(values: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
         mean = mean_of(label, values)
@@ -623,18 +653,18 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     low, high = rows.of_step(np.minimum, a), rows.of_step(np.maximum, a)
     yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
     strided = moments(r, first + rank_of(rows.at) % groups)
-    yield f"the mean of every {int(np.median(groups))}th row", against(r, *strided)
+    yield f"mean_of_every_row_{int(np.median(groups))}", against(r, *strided)
     for size in dict.fromkeys([max(int(np.median(n)), 1), *np.unique(n)]):  # a smaller last part joins the one before
         part = np.minimum(rank_of(rows.at) // size, np.maximum(count_of(rows.at) // size, 1) - 1)
-        yield f"the mean of {size} neighbouring rows", against(r, *moments(r, numbered(part, rows.at)))
+        yield f"mean_of_neighbours_{size}", against(r, *moments(r, numbered(part, rows.at)))
     order = np.empty(len(r), np.int64)
     order[np.lexsort((a, g))] = np.lexsort((r, g))
-    yield "rewards of the same group in another order", against(r[order], *moments(r[order], g))
-    yield _UNSIGNED, [np.abs(each) for each in own]
-    yield "divided by the response length", [each / np.maximum(rows.length, 1) for each in own]
-    yield "multiplied by the response length", [each * rows.length for each in own]
+    yield "rewards_in_group", against(r[order], *moments(r[order], g))
+    yield "unsigned", [np.abs(each) for each in own]
+    yield "divided_by_length", [each / np.maximum(rows.length, 1) for each in own]
+    yield "times_length", [each * rows.length for each in own]
     if np.median(n) >= 4:
-        yield HALVES, against(r, *moments(r, 2 * g + (2 * rank >= n)))
+        yield "half", against(r, *moments(r, 2 * g + (2 * rank >= n)))
     # Reordered advantages have the values of the group-mean rule, in another order.
     usual = [rows.x, *(np.nan_to_num(rows.x / (rows.spread + eps)) for eps in _EPS)]
     by_size = np.argsort(np.lexsort((a, rows.at)))
@@ -644,7 +674,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
         moved = np.append(r, np.nan)[place]
         yield name, against(moved, *moments(moved, g))
         yield name.replace("rewards", "advantages"), [np.append(usual[best], np.nan)[place]]
-    yield "advantages of the same step in another order", [reordered[best]]
+    yield "advantages_in_step", [reordered[best]]
 
 
 def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
@@ -654,24 +684,26 @@ def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
     last, half = np.cumsum(count) - 1, count // 2
     median = (ordered[last - half] + ordered[last + 1 - count + half]) / 2
     yield from ((name, values[np.unique(g, return_index=True)[1]]) for name, values in rows.baselines)
-    yield _NOTHING, np.zeros(len(count))
+    yield "nothing", np.zeros(len(count))
     yield from zip(_LEVELS, (ordered[last], ordered[last + 1 - count], median), strict=True)
     for num in range(1, min(int(np.median(count)), 17)):
-        name = f"the mean of the group's first {num} rows" if num > 1 else "the reward of the group's first row"
-        yield name, np.bincount(g, r * (rank < num)) / np.bincount(g, rank < num)
+        yield (
+            f"first_rows_{num}" if num > 1 else "first_row",
+            np.bincount(g, r * (rank < num)) / np.bincount(g, rank < num),
+        )
     for name, group in _neighbours(line.at).items():
-        yield f"{name} mean", np.append(line.r, np.nan)[group]
+        yield f"{name}_mean", np.append(line.r, np.nan)[group]
     sets = _sets(rows)
     size = int(np.median(count_of(sets[g])))
     # A baseline shared by a whole step is a batch baseline, which `_baseline_of` finds.
     is_part = np.bincount(line.at, sets != _median_of(line.at, 1.0 * sets, sets == sets))[line.at] > 0
     means = mean_of(sets[g], r)[np.unique(g, return_index=True)[1]]
-    yield f"the mean of {size} rows from several groups", np.where(is_part, means, np.nan)
+    yield f"mean_of_some_groups_{size}", np.where(is_part, means, np.nan)
     with np.errstate(all="ignore"):
         shares = 1 - line.a / (line.slope * line.r)
     if np.isfinite(shares).any():
         share = float(np.median(shares[np.isfinite(shares)]))
-        yield f"{share:.3g} times the group's mean", share * line.r
+        yield f"mean_times_{share:.3g}", share * line.r
 
 
 def _neighbours(at: np.ndarray) -> dict[str, np.ndarray]:
@@ -679,9 +711,9 @@ def _neighbours(at: np.ndarray) -> dict[str, np.ndarray]:
     start, place = np.searchsorted(at, at), np.arange(len(at))
     before = np.searchsorted(at, at - 1) + place - start
     return {
-        "the previous group's": start + (place - start - 1) % count_of(at),
-        "the next group's": start + (place - start + 1) % count_of(at),
-        "the previous step's group's": np.where((at > 0) & (before < start), before, -1),
+        "previous_group": start + (place - start - 1) % count_of(at),
+        "next_group": start + (place - start + 1) % count_of(at),
+        "previous_step": np.where((at > 0) & (before < start), before, -1),
     }
 
 
@@ -727,32 +759,30 @@ def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray
             agrees = equal & (at_base == (np.abs(line.r - values) <= TINY * np.abs(rows.r).max()))
             has_other = bool((chosen & other & named[line.at]).any())
             points = has_other * (((chosen & other) | agrees) & named[line.at]).sum()
-            points += 0.5 * (has_other and (constant is none or candidate == _NOTHING))  # the simpler rule
+            points += 0.5 * (has_other and (constant is none or candidate == "nothing"))  # the simpler rule
             if points > best and 2 * (named & steps).sum() >= steps.sum():
                 best, has_name, groups = points, named & steps, chosen
-                name = _BATCH if candidate == _NOTHING and constant is not none else candidate
+                name = "batch_constant" if candidate == "nothing" and constant is not none else candidate
     return np.where(has_name, name, "").astype(object), groups & has_name[line.at]
 
 
 def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a description of every known scale, and its factor for each group's advantages, [G], up to a constant. The
-    eps added to a standard deviation is fitted per unit, to the `asked` groups ([G] bool)."""
-    line, n, of_rewards = rows.lines, np.bincount(rows.g), "of the group's rewards"
-    spread = line.spread
+    """Yield every known scale's rule, and its factor for each group's advantages, [G], up to a constant. The eps added to a standard deviation is fitted per unit, to the `asked` groups ([G] bool)."""
+    line, n, spread = rows.lines, np.bincount(rows.g), rows.lines.spread
     yield from (("", np.ones(len(n))), ("", n / (n - 1)), (_DIVIDED, 1 / spread))
     yield _DIVIDED, np.sqrt((n - 1) / n) / spread
-    yield _BY_MEAN, 1 / np.abs(line.r)
-    yield f"divided by the variance {of_rewards}", spread**-2
-    yield f"divided by the square root of the standard deviation {of_rewards}", spread**-0.5
-    yield f"multiplied by the standard deviation {of_rewards}", spread
-    yield f"divided by the root mean square {of_rewards}", 1 / np.hypot(line.r, spread)
+    yield "mean", 1 / np.abs(line.r)
+    yield "variance", spread**-2
+    yield "root_of_deviation", spread**-0.5
+    yield "times_deviation", spread
+    yield "root_mean_square", 1 / np.hypot(line.r, spread)
     for name, group in _neighbours(line.at).items():
-        yield f"divided by {name} standard deviation", 1 / np.append(spread, np.nan)[group]
+        yield f"{name}_deviation", 1 / np.append(spread, np.nan)[group]
     for ranks in (2, 4, 8):  # each part needs at least two groups
         block = numbered(rank_of(rows.at) * ranks // count_of(rows.at), rows.at)
         is_whole = (count_of(block) >= 2 * rows.n) & (mean_of(rows.g, block) == block)
         scale = np.where(is_whole, 1 / rms_of(block, rows.x), np.nan)[np.unique(rows.g, return_index=True)[1]]
-        yield f"divided by the standard deviation of each 1/{ranks} of the batch's rows", scale
+        yield f"deviation_of_part_{ranks}", scale
     # With an eps, 1 / slope is linear in the standard deviation, with the same line for all groups of a unit.
     num = np.maximum(np.bincount(unit, asked), 1)
     inverse = 1 / np.abs(line.slope)
@@ -768,7 +798,7 @@ def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     line, first = rows.lines, np.unique(rows.lines.at, return_index=True)[1]
     asked = line.fits & steps[line.at]
     unit, size = line.units(asked), np.abs(line.slope)
-    phrase, factor = np.full(len(steps), None, object), np.full(len(steps), np.nan)
+    scale, factor = np.full(len(steps), None, object), np.full(len(steps), np.nan)
     held = {"": np.full(len(steps), np.nan), _DIVIDED: np.full(len(steps), np.nan)}
     with np.errstate(all="ignore"):
         for name, values in _scales(rows, unit, asked):
@@ -776,18 +806,18 @@ def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
             fits = line.holds(unit, asked, np.abs(size / values / middle - 1) < CLOSE)
             if name in held:
                 held[name] = np.where(fits & np.isnan(held[name]), middle[first], held[name])
-            fits &= phrase == None  # noqa: E711
+            fits &= scale == None  # noqa: E711
             eps = _median_of(unit, 1 / values - line.spread, asked & np.isfinite(values))[first]
-            text = [f"{name} {each:.3g}" for each in eps] if name == _PLUS else [name] * len(steps)
-            phrase, factor = np.where(fits, np.array(text, object), phrase), np.where(fits, middle[first], factor)
+            rule = [f"{name}_{each:.3g}" for each in eps] if name == _PLUS else [name] * len(steps)
+            scale, factor = np.where(fits, np.array(rule, object), scale), np.where(fits, middle[first], factor)
         usual = _is_usual(rows, held[""], held[_DIVIDED])
-        if (unusual := np.isin(phrase, [*held]) & ~usual).any():
+        if (unusual := np.isin(scale, [*held]) & ~usual).any():
             # Prefer a constant factor that also fits other steps to a normalisation, which may fit by chance.
             by_chance = np.abs(held[""] / np.median(factor[unusual]) - 1) < CLOSE
             usual &= ~by_chance | np.isfinite(held[_DIVIDED])
-    factor[usual | ~np.isin(phrase, [*held])] = np.nan
+    factor[usual | ~np.isin(scale, [*held])] = np.nan
     divided = 1 * np.isfinite(held[_DIVIDED]) - np.isfinite(held[""])
-    return phrase, divided * (np.bincount(line.at, asked) >= 3), factor
+    return scale, divided * (np.bincount(line.at, asked) >= 3), factor
 
 
 def _is_usual(rows: _Rows, plain: np.ndarray, divided: np.ndarray) -> np.ndarray:
@@ -817,12 +847,33 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
     spread, unit = (np.sqrt(rows.sums((x - mean_of(rows.at, x)) ** 2) / num + 1e-30) for x in (rows.r, rows.a))
     sums = rows.sums(rows.r * rows.length)
     known = {
-        "the batch's mean": r, _NOTHING: 0.0, "the mean over the batch's tokens": sums / np.maximum(rows.sums(rows.length), 1),
-        PADDED: sums / np.maximum(rows.sums(tokens), 1),
+        "batch_mean": r, "nothing": 0.0, "token_mean": sums / np.maximum(rows.sums(rows.length), 1),
+        "padded_mean": sums / np.maximum(rows.sums(tokens), 1),
     }  # fmt: skip
     left = {name: np.abs(a / unit - (r - constant) / spread) for name, constant in known.items()}
     best = min(left, key=lambda name: float(np.median(left[name][off])))
-    return best if np.median(left[best][off]) < 0.01 else _BATCH
+    return best if np.median(left[best][off]) < 0.01 else "batch_constant"
+
+
+def mixed_rules(rules: Mapping[str, str]) -> dict[str, str]:
+    return {signal: f"in {{num:,}} rows, advantages have {rule}" for signal, rule in rules.items()}
+
+
+MIXED = ("advantages_mixed", "some advantages follow a different rule")
+_ZEROED = "been set to 0 although their rewards differ"
+_OTHERS = "{side}, while all others follow the group's mean and scale{are}{counted}"
+_MIXED = data_fault(*MIXED, mixed_rules({
+    "sign": "the wrong sign{is_of_negative}" + _OTHERS, "factor": "{factor:.3g} times the usual scale" + _OTHERS,
+    "zero": _ZEROED + _OTHERS, "zeroed": _ZEROED + "{are}{counted}",
+    "divided": "been divided by the group's standard deviation" + _OTHERS,
+    "not_divided": "not been divided by the group's standard deviation" + _OTHERS,
+    "raw": "the raw reward as their value: all rows except those ranked {ranks} by reward in their group",
+    "alone": "the raw reward as their value: they are alone in their group, so they have no baseline",
+    "changed": "a different baseline or scale from the rest of their group: they are truncated, and their rewards or advantages may have been changed afterwards",
+}), hidden_by=("not_finite",), is_of_negative=", in all groups with a negative mean reward", side=" (exactly the rows whose reward is {side} than their group's mean)", are={
+    "truncated": "; they are truncated, and may be left out of the loss on purpose",
+    "copies": "; they copy other rows of their step, as padding rows do, but their tokens count toward the loss",
+}, counted=", but their rewards count in their groups' baselines")  # fmt: skip
 
 
 def _mixed(rows: _Rows) -> _Mixed | None:
@@ -841,23 +892,28 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         usual.append(np.abs(ratio - 1) < CLOSE)
         rest = ratio[asked & ~usual[-1] & ~zero]
         factor = float(np.median(rest)) if len(rest) else 1.0
-        text = "the wrong sign" if abs(factor + 1) < CLOSE else f"{factor:.3g} times the usual scale"
+        rule = "sign" if abs(factor + 1) < CLOSE else "factor"
         # Factors near 1 do not count, because a leave-one-out baseline's n / (n - 1) varies with the group size.
-        pairs += [(usual[-1], (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1), text)]
-        pairs += [(usual[-1], zero, _ZEROED)]
+        pairs += [
+            (
+                usual[-1],
+                (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1),
+                {"signal": rule, "factor": factor},
+            )
+        ]
+        pairs += [(usual[-1], zero, {"signal": "zero"})]
     divided = max(usual[1:], key=np.sum)
     fewer = divided.sum() < usual[0].sum()
-    text = f"{'' if fewer else 'not '}been divided by the group's standard deviation"
-    pairs += [(usual[0], divided, text) if fewer else (divided, usual[0], text)]
+    pairs += [(usual[0], divided, {"signal": "divided"}) if fewer else (divided, usual[0], {"signal": "not_divided"})]
     if max(each[asked].mean() for each in usual) > 0.97:
         return None
     # Three or more advantages are linear in their rewards only if a rule made them so. The scale may differ by group.
     slope = rows.lines.slope[g]
     linear = (rows.n > 2) & (mean_of(g, np.abs(a - slope * rows.x) < CLOSE * np.abs(slope) * rows.spread) == 1)
     falls = linear & (slope < 0)
-    of = ", in all groups with a negative mean reward" if (falls == (mean_of(g, r) < 0))[linear].all() else ""
-    pairs += [(linear & (slope > 0), falls, f"the wrong sign{of}")]
-    for one, two, text in pairs:
+    is_of_negative = bool((falls == (mean_of(g, r) < 0))[linear].all())
+    pairs += [(linear & (slope > 0), falls, {"signal": "sign", "is_of_negative": is_of_negative})]
+    for one, two, numbers in pairs:
         only = two & ~one
         # If the second rule covers whole steps, another finding reports it and its first step.
         within = (rows.sums(only) / np.maximum(rows.sums(asked), 1))[at[only]]
@@ -866,16 +922,13 @@ def _mixed(rows: _Rows) -> _Mixed | None:
             # Algorithms may treat all rows above or below the baseline differently.
             sides = {"higher": asked & (rows.x > 0), "lower": asked & (rows.x < 0)}
             side = next((name for name, each in sides.items() if (only != each).sum() < 0.05 * each.sum()), "")
-            text += f" (exactly the rows whose reward is {side} than their group's mean)" if side else ""
-            text += ", while all others follow the group's mean and scale"
-            return "advantages_mixed", only, {"rule": text, "notice_if_whole": bool(side)}
+            return _MIXED, only, {**numbers, "side": side, "notice_if_whole": bool(side)}
     raw, rank = asked & (r != 0) & (np.abs(a - r) < TINY * np.abs(r)), rank_of(g, a, -r)
     share = (1 + np.bincount(rank, raw)) / (1 + np.bincount(rank, asked & (r != 0)))
     is_raw, explained = share > 0.95, raw & (usual[0] | divided)
     if 2 * explained.sum() < raw.sum() and 0 < is_raw.sum() < len(share) and np.all(is_raw | (share < 0.1)):
         ranks = ", ".join(str(each + 1) for each in np.flatnonzero(~is_raw))
-        text = f"the raw reward as their value: all rows except those ranked {ranks} by reward in their group"
-        return "advantages_mixed", raw, {"rule": text}
+        return _MIXED, raw, {"signal": "raw", "ranks": ranks}
     return None
 
 
@@ -887,6 +940,15 @@ def _mode(values: np.ndarray) -> float:
     ends = np.searchsorted(values, values * (1 + CLOSE), "right")
     first = int(np.argmax(ends - np.arange(len(values))))
     return float(np.median(values[first : ends[first]]))
+
+
+_UNEQUAL = data_fault("advantages_unequal", "equal rewards in a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group, {by_length}", hidden_by=("advantages_extreme",), by_length={
+    "": "so either rewards were changed or moved to other rows after advantages were computed, or part of each group has its own baseline",
+    "more": "and longer responses get more, as if the length changed the rewards",
+    "less": "and longer responses get less, as if the length changed the rewards",
+})  # fmt: skip
+_OF_EQUAL = data_fault("advantages_of_equal", "equal rewards get advantages", "in {num:,} groups with equal rewards, advantages are {size:.3g} instead of 0, as if a rounding error had been divided by a tiny standard deviation")  # fmt: skip
+_ROWS_LOST = data_fault("rows_lost", "groups lost rows after their baseline was computed", "in {num:,} groups with fewer than {size} rows, the advantages do not sum to 0, although they do in complete groups, so rows were removed after the advantages were computed", hidden_by=("not_finite",))  # fmt: skip
 
 
 def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
@@ -907,16 +969,13 @@ def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
         rise, longer = np.diff(a[order])[joined], np.diff(rows.length[order])[joined] > 0
         differs = np.abs(rise) > _ROUNDED_16_BIT * np.maximum(scale[order][1:][joined], 1e-9)
         is_of_length = bool(longer[differs].all() and np.ptp(np.sign(rise[differs])) == 0)
-        text = "so either rewards were changed or moved to other rows after advantages were computed, or part of each group has its own baseline"
-        if is_of_length:
-            text = f"and longer responses get {'more' if rise[differs].max() > 0 else 'less'}, as if the length changed the rewards"
-        return "advantages_unequal", off, {"explanation": text, "notice": is_of_length}
+        by_length = "" if not is_of_length else "more" if rise[differs].max() > 0 else "less"
+        return _UNEQUAL, off, {"by_length": by_length, "notice": is_of_length}
     alone, asked = n == 1, (n == 1) & (rows.r != 0)
     raw = asked & (np.abs(a - rows.r) < TINY * np.abs(rows.r))
     off_centre = ~alone & (np.abs(mean_of(g, a)) > CLOSE * rms_of(rows.at, a))
     if raw.sum() >= max(8, 0.95 * asked.sum()) and off_centre.sum() < 0.05 * (~alone).sum():
-        rule = "the raw reward as their value: they are alone in their group, so they have no baseline"
-        return "advantages_mixed", raw, {"rule": rule}
+        return _MIXED, raw, {"signal": "alone"}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
     # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
@@ -927,12 +986,12 @@ def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
         loose &= scale < 1e-3 * np.abs(a)
     has_own = (rules.name == "own") | (rules.name == "none") | (rules.own > 0.99)
     if loose.sum() > 0.5 * is_equal.sum() >= 3 and has_own.all():
-        return "advantages_of_equal", loose, {"num": len(np.unique(g[loose])), "size": np.abs(a)}
+        return _OF_EQUAL, loose, {"num": len(np.unique(g[loose])), "size": np.abs(a)}
     mean, full = np.abs(mean_of(g, a)), n == n.max()
     lost, varies = ~full & (mean > 0.05 * scale) & (scale > 0), ~full & (scale > 0)
     is_whole = 0.2 < full.mean() < 1 and mean[full].max() < 1e-3 * scale.max()
     if is_whole and lost.sum() > 0.5 * varies.sum() >= 3:
-        return "rows_lost", lost, {"num": len(np.unique(g[lost])), "size": int(n.max())}
+        return _ROWS_LOST, lost, {"num": len(np.unique(g[lost])), "size": int(n.max())}
     return None
 
 
@@ -957,9 +1016,10 @@ def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFindin
         if not name:
             # A constant penalty may be intended.
             affected = truncated & (data.length > 0) & (not is_steady)
-            rule = "a different baseline or scale from the rest of their group: they are truncated, and their rewards or advantages may have been changed afterwards"
-            rule = rule if data.a[affected].any() else _ZEROED + _TRUNCATED + _COUNT * bool(run.counts_masked)
-            return [*run.find("advantages_mixed", affected, rows=known, rule=rule, notice=True)]
+            numbers: dict[str, Any] = {"signal": "changed"}
+            if not data.a[affected].any():
+                numbers = {"signal": "zeroed", "are": "truncated", "counted": bool(run.counts_masked)}
+            return [*run.find(_MIXED, affected, rows=known, notice=True, **numbers)]
         if is_steady:
             coefficient = np.full(len(chosen), np.nan)
             coefficient[chosen] = usual[cell]
@@ -967,21 +1027,48 @@ def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFindin
     return None
 
 
+def _recorded(numbers: Mapping[str, Any]) -> dict[str, str]:
+    return {"recorded": " and ".join(f"{key} = {value:g}" for key, value in numbers.get("recorded", {}).items())}
+
+
+_ALONG_KL = "within groups, advantages are the rewards {coefficient:+.3g} times {term} over the response's tokens, "
+_KL_WRONG = data_fault("kl_penalty_wrong", "the KL penalty {signal}", {
+    "sign": _ALONG_KL + "so training moves the policy away from the reference",
+    "averaged": _ALONG_KL + "so a long response's divergence costs no more than a short one's, unlike with a sum",
+    "coefficient": _ALONG_KL + "although {recorded} is recorded, unless rewards were scaled beforehand",
+}, BY_GROUP, words=_recorded, term=_KL_FORMS, signal={
+    "sign": "has the wrong sign", "averaged": "is averaged over tokens", "coefficient": "has a different coefficient than recorded",
+})  # fmt: skip
+
+
 def _of_kl(run: DataRows, known: np.ndarray, form: str, coefficient: np.ndarray) -> Iterator[DataFinding]:
     """Judge a KL penalty in the rewards, given the coefficient of train - reference in each row, [N]."""
     given = run.numbers(r"kl_(ctrl[./])?(penalty_)?coef$|(^|[./])(init_kl_coef|kl_beta|beta)$")
     size = np.abs(coefficient)
     is_given = any(abs(value - np.nanmedian(size)) < CLOSE * value for value in given.values())
-    find = partial(run.find, "kl_penalty_wrong", rows=known, term=form, coefficient=coefficient)
+    find = partial(run.find, _KL_WRONG, rows=known, term=form, coefficient=coefficient)
     if (coefficient > 0).any():
-        text = "so training moves the policy away from the reference"
-        yield from find(coefficient > 0, what="has the wrong sign", explanation=text)
-    elif form == _KL_FORMS[1]:
-        text = "so a long response's divergence costs no more than a short one's, unlike with a sum"
-        yield from find(size > 0, what="is averaged over tokens", explanation=text, notice=True)
+        yield from find(coefficient > 0, signal="sign")
+    elif form == "mean":
+        yield from find(size > 0, signal="averaged", notice=True)
     elif given and not is_given and is_constant(size):
-        text = f"although {' and '.join(f'{key} = {value:g}' for key, value in given.items())} is recorded, unless rewards were scaled beforehand"
-        yield from find(size > 0, what="has a different coefficient than recorded", explanation=text, notice=True)
+        yield from find(size > 0, signal="coefficient", recorded=given, notice=True)
+
+
+def _shares(numbers: Mapping[str, Any]) -> dict[str, str]:
+    names = {key: " and ".join(numbers.get(key, ())) for key in ("of_group", "of_batch")}
+    sums = {key: numbers.get(key, {}).items() for key in ("weights", "expected")}
+    return names | {key: " + ".join(f"{weight:.3g} {name}" for name, weight in terms) for key, terms in sums.items()}
+
+
+_OF_PARTS = data_fault("advantages_of_parts", "reward functions are {signal}", {
+    "normalised": "advantages are the sum of reward functions: {of_group} normalised within each group, {of_batch} by one factor in the whole batch",
+    "weighted": "advantages are {weights}, up to a factor, {are_normalised}, but {are_recorded} {expected}",
+}, BY_GROUP, words=_shares, signal={
+    "normalised": "normalised over different rows", "weighted": "weighted differently in the advantages",
+}, are_normalised={True: "each normalised within its group", False: "added"},
+    are_recorded={True: "the recorded weights are", False: "the reward is"},
+)  # fmt: skip
 
 
 def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
@@ -995,7 +1082,7 @@ def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding
     spread = np.stack([rms_of(data.g, each - mean_of(data.g, each))[first] for each in parts.T], axis=1)
     shares = np.abs(slopes * spread)
     is_zero, main = shares < 1e-3 * np.nanmax(shares), int(np.nansum(shares, axis=0).argmax())
-    find = partial(run.find, "advantages_of_parts", data.at >= 0, rows=known)
+    find = partial(run.find, _OF_PARTS, data.at >= 0, rows=known)
 
     def steady(values: np.ndarray) -> np.ndarray:
         """Return [K] bool: whether each column of `values` [G, K] is constant within steps."""
@@ -1015,12 +1102,12 @@ def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding
         if not is_own and not steady(terms / terms[:, [main]]).all():
             if not (own | whole).all():
                 return None
-            text = f"the sum of reward functions: {' and '.join(names[own])} normalised within each group, {' and '.join(names[~own])} by one factor in the whole batch"
             is_intended = not run.setting("", "gdpo|normali[sz]e_then_sum")
-            return [*find(what="normalised over different rows", explanation=text, notice=is_intended)]
-        expected, source = np.array([run.weights.get(name, np.nan) for name in names]), "the recorded weights are"
+            numbers: dict[str, Any] = {"of_group": names[own].tolist(), "of_batch": names[~own].tolist()}
+            return [*find(signal="normalised", notice=is_intended, **numbers)]
+        expected = np.array([run.weights.get(name, np.nan) for name in names])
         if not (is_declared := bool(np.isfinite(expected).all())):
-            expected, source = exact_fits(data.r, parts, np.zeros(len(parts), int)).slopes[0], "the reward is"
+            expected = exact_fits(data.r, parts, np.zeros(len(parts), int)).slopes[0]
         if expected[main] * np.nanmedian(terms[:, main]) < 0:
             return None  # the sign is wrong
         expected[np.abs(expected) < 1e-9 * np.fmax.reduce(np.abs(expected))] = 0.0
@@ -1032,14 +1119,11 @@ def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding
         off = [np.abs(each - expected) * size > np.maximum(0.01, CLOSE * np.abs(expected) * size) for each in implied]
         if not all(each.any() for each in off):
             return []
-    how = "each normalised within its group" if is_own else "added"
     kept = np.isfinite(implied[0] + expected)
-    shown = [
-        " + ".join(f"{weight:.3g} {name}" for weight, name in zip(np.round(given, 3)[kept] + 0.0, names[kept], strict=True))
-        for given in (implied[0], expected)
-    ]  # fmt: skip
-    text = f"{shown[0]}, up to a factor, {how}, but {source} {shown[1]}"
-    return [*find(notice=not is_declared, what="weighted differently in the advantages", explanation=text)]
+    shown = [np.round(given, 3)[kept] + 0.0 for given in (implied[0], expected)]
+    weights, expected_weights = (dict(zip(names[kept].tolist(), given.tolist(), strict=True)) for given in shown)
+    numbers = {"weights": weights, "expected": expected_weights, "are_normalised": is_own, "are_recorded": is_declared}
+    return [*find(signal="weighted", notice=not is_declared, **numbers)]
 
 
 def _padded(data: _Rows, rules: _Rules) -> np.ndarray:
@@ -1057,6 +1141,37 @@ def _padded(data: _Rows, rules: _Rules) -> np.ndarray:
     return np.asarray(fits & (fits.sum() >= max(3, 0.95 * off.sum())))
 
 
+_CONSTANT = data_fault("advantages_constant", "constant advantages", "at {num_steps} steps, advantages are equal within each {scope} (mean {value:g}) although rewards differ{single_rows}", BY_GROUP, single_rows={
+    "groups": "; the baseline is the group's mean, but each group contains a single row",
+    "prompts": "; every row has its own prompt, so groups formed by prompt contain a single row",
+})  # fmt: skip
+_INVERTED = data_fault("advantages_inverted", "advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}", BY_GROUP)  # fmt: skip
+_SCALED = data_fault("advantages_scaled", "advantages have an unusual scale", {
+    "factor": "advantages are the rewards minus the baseline, {is_divided}multiplied by {factor:.3g}, which no usual normalisation explains",
+    "rule": "advantages are the rewards minus the baseline, {rule}",
+}, BY_GROUP, words=rule_words, hidden_by=("advantages_by_length",), is_divided="divided by the group's standard deviation and ")  # fmt: skip
+_UNLIKE_SETTINGS = data_fault("advantages_unlike_settings", "advantages contradict the recorded settings", "{setting} is recorded, but advantages are rewards minus the group's mean, {is_divided} by the group's standard deviation", BY_GROUP, is_divided={True: "divided", False: "not divided"})  # fmt: skip
+_BASELINE = data_fault("baseline", "the baseline is not the group's mean", "advantages are rewards minus {rule} (fit {fit:.4f}; with the group's mean {own:.4f})", BY_GROUP, words=rule_words)  # fmt: skip
+_BASELINE_UNKNOWN = data_fault("baseline_unknown", "advantages do not average 0 within groups", "the groups' mean advantages have a standard deviation of {between:.2f} times the rms advantage, and no known baseline fits", BY_GROUP, hidden_by=("advantages_extreme",))  # fmt: skip
+_UNEXPLAINED = data_fault("advantages_unexplained", "advantages do not follow from rewards alone", "within groups, advantages {are_monotone} (correlation {correlation:.3f}), and no known rule reproduces them", BY_GROUP, are_monotone={True: "rise with the rewards, but not in proportion", False: "are not a function of the recorded rewards"})  # fmt: skip
+UNRELATED = data_fault("advantages_unrelated", "advantages do not follow rewards", "the correlation between advantages and rewards within each {scope} is {correlation:.3f} (up to {error:.2f} by chance){part}", BY_GROUP, hidden_by=("advantages_vary", "advantages_mixed"), part={
+    "shorter": " in rows shorter than their step's longest, but {rest:.3f} in the others",
+    "truncated": " in truncated rows, but {rest:.3f} in the others",
+    "all": "; this is also the case if a critic predicts the rewards",
+})  # fmt: skip
+OF_OTHER_ROWS = data_fault("rewards_of_other_rows", "rewards belong to other rows", "advantages follow other rows' rewards ({rule}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within each {scope}", BY_GROUP, words=rule_words)  # fmt: skip
+_CLIPPED = data_fault("advantages_clipped", "advantages are clipped", "advantages are clipped to the range {low:.3g} to {high:.3g} (fit {fit:.4f})", BY_GROUP)  # fmt: skip
+_BY_LENGTH = data_fault("advantages_by_length", "advantages are scaled by the response length", "advantages are rewards minus the group's mean, {rule} (fit {fit:.4f}; without the length {own:.4f})", BY_GROUP, words=rule_words)  # fmt: skip
+_BY_RANK = data_fault("advantages_by_rank", "advantages follow the reward's rank", "advantages depend only on the rank of the reward within its group (fit {fit:.4f}; with the group's mean {own:.4f})", BY_GROUP)  # fmt: skip
+_UNSIGNED = data_fault("advantages_unsigned", "advantages have lost their sign", "advantages are the absolute values of rewards minus the group's mean (fit {fit:.4f}; with signed values {own:.4f})", BY_GROUP)  # fmt: skip
+_OF_RULES = {
+    "clipped": _CLIPPED, "divided_by_length": _BY_LENGTH, "times_length": _BY_LENGTH, "half": _BASELINE, "by_rank": _BY_RANK,
+    "unsigned": _UNSIGNED,
+}  # fmt: skip
+_OF_OWN = tuple(rule for rule in _OF_RULES if rule != "unsigned")
+"""Rules under which a group's advantages still sum to about 0."""
+
+
 def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
     turns: list[tuple[str, np.ndarray]] = []
@@ -1065,7 +1180,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         last, order = np.arange(len(reward)), np.argsort(run.rows["prompt_length"][later], kind="stable")
         known &= (response > 0) & ~np.isin(last, row)
         last[row[order]] = later[order]  # the last turn has the longest prompt
-        turns = [(_OF_TURNS, mean_of(run.cell, reward[last])), (_OF_OWN_TURNS, mean_of(run.cell, reward))]
+        turns = [("mean_of_turns", mean_of(run.cell, reward[last])), ("mean_of_own_turns", mean_of(run.cell, reward))]
     if run.counts_masked is False:
         known &= run.trains
     r, a, length = (run.rows[name][known] for name in ("reward", "advantage", "loss_length"))
@@ -1085,8 +1200,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     is_judged = rules.name != "none"
     num_judged, judged = int(is_judged.sum()), is_judged[at]
 
-    def found(code: str, chosen: np.ndarray, **given: Any) -> Iterator[DataFinding]:
-        yield from run.find(code, (chosen[at] & rules.chosen)[judged], rows=np.flatnonzero(known)[judged], **given)
+    def found(fault: DataFault, chosen: np.ndarray, **given: Any) -> Iterator[DataFinding]:
+        yield from run.find(fault, (chosen[at] & rules.chosen)[judged], rows=np.flatnonzero(known)[judged], **given)
 
     constant = rules.name == "constant"
     if rules.freedom[constant].sum() >= 4 and not run.is_per_token:
@@ -1096,10 +1211,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         are_single = bool((labels > 0).all() and count_of(group).max() == 1)
         numbers["scope"] = "group" if is_grouped else "step"
         own_prompts = run.rows["prompt"].all() and count_of(numbered(run.rows["prompt"], run.at)).max() == 1
-        text = "; the baseline is the group's mean, but each group contains a single row" * are_single
-        by_prompt = "; every row has its own prompt, so groups formed by prompt contain a single row"
-        numbers["explanation"] = text or by_prompt * bool(is_grouped and own_prompts)
-        yield from found("advantages_constant", constant, notice=is_same, **numbers)
+        numbers["single_rows"] = "groups" if are_single else "prompts" if is_grouped and own_prompts else ""
+        yield from found(_CONSTANT, constant, notice=is_same, **numbers)
     is_open = explain and (~data.lines.fits)[has_slope := np.isfinite(data.lines.slope)].sum() > 0.05 * has_slope.sum()
     if is_open and (explained := _explained(run, known, data)) is not None:
         yield from explained
@@ -1109,45 +1222,42 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     factor = float(np.median(rules.factor[scaled])) if scaled.any() else np.nan  # groups may differ in scale
     is_often = 10 * scaled.sum() > num_judged and np.mean(is_last) > 0.5
     if is_often and np.ptp(rules.factor[scaled]) < 0.1 * factor:
-        text = f"multiplied by {factor:.3g}, which no usual normalisation explains"
-        text = f"{_DIVIDED} and {text}" if np.mean(rules.scale[scaled] == _DIVIDED) > 0.5 else text
-        yield from found("advantages_scaled", scaled, explanation=text, notice_if_whole=True)
-    shapes = Counter(each for each in rules.scale if each not in ("", _DIVIDED, _BY_MEAN, None))
+        is_divided = bool(np.mean(rules.scale[scaled] == _DIVIDED) > 0.5)
+        yield from found(_SCALED, scaled, signal="factor", factor=factor, is_divided=is_divided, notice_if_whole=True)
+    shapes = Counter(each for each in rules.scale if each not in ("", _DIVIDED, "mean", None))
     shape, num = shapes.most_common(1)[0] if shapes else ("", 0)
-    is_shaped = is_judged & ~np.isin(rules.scale, ["", _DIVIDED, _BY_MEAN])
+    is_shaped = is_judged & ~np.isin(rules.scale, ["", _DIVIDED, "mean"])
     if num >= 3 and 2 * num > is_shaped.sum() and is_shaped[is_judged][-is_shaped.sum() :].all():
         is_foreign = any(each in shape for each in ("previous", "next"))  # no algorithm divides by another group's
-        yield from found("advantages_scaled", is_shaped, explanation=shape, notice_if_whole=not is_foreign)
+        yield from found(_SCALED, is_shaped, signal="rule", rule=shape, notice_if_whole=not is_foreign)
     scaling = r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$"
     divides, keeps = (run.setting(scaling, f"^({x})$") for x in (r"group|true|1\.0", r"batch|none|false|0\.0"))
     if explain and (divides or keeps) and np.all(rules.name[is_judged] == "own"):
         is_wrong = rules.divided == (-1 if divides else 1)
         if is_wrong.sum() > 9 * (rules.divided == (1 if divides else -1)).sum():
-            numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
-            yield from found("advantages_unlike_settings", is_wrong, **numbers)
+            yield from found(_UNLIKE_SETTINGS, is_wrong, setting=divides or keeps, is_divided=not divides)
     if explain and (padded := _padded(data, rules)).any():
-        text = f"the group's mean and then {PADDED}"
-        yield from found("baseline", padded, fit=1.0, own=float(rules.own[padded].min()), explanation=text)
-    others = Counter(name for name in rules.name if name not in ("own", _LEAVE_ONE_OUT, "constant", "none", ""))
+        own = float(rules.own[padded].min())
+        yield from found(_BASELINE, padded, fit=1.0, own=own, rule="group_and_padded_mean")
+    others = Counter(name for name in rules.name if name not in ("own", "leave_one_out", "constant", "none", ""))
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + (rules.name == "").sum():
         name = ""  # with only a few small steps, some rule fits by chance
-    if explain and not name and _LEAVE_ONE_OUT not in rules.name:
+    if explain and not name and "leave_one_out" not in rules.name:
         parts, is_given = (each[known] for each in run.parts[1:])
         kind = np.unique(parts, axis=0, return_inverse=True)[1].ravel() if parts.size else 0 * at
         is_empty = is_given & np.isnan(parts).all(axis=1)  # not compared
         rest = _mixed(data) or _unequal(data, rules, np.where(is_empty, -1 - np.arange(len(at)), kind))
         if rest:
+            fault, affected, more = rest
             # With the KL penalty in the rewards, advantages depend on more than the recorded scores.
-            if rest[0] == "advantages_unequal" and run.switched_on(KL_IN_REWARD):
-                rest[2]["notice"] = True
-            if rest[0] == "advantages_mixed" and not data.a[rest[1]].any():
-                is_truncated = bool((run.ended[known] == "length")[rest[1]].mean() > 0.95)
-                text = _copies_text(run, known, rest[1])
-                if is_truncated:
-                    text = _TRUNCATED + _COUNT * bool(run.counts_masked)
-                rest[2].update(rule=rest[2]["rule"] + text, notice=is_truncated)
-            yield from run.find(rest[0], rest[1], rows=known, **rest[2])
+            if fault is _UNEQUAL and run.switched_on(KL_IN_REWARD):
+                more["notice"] = True
+            if fault is _MIXED and not data.a[affected].any():
+                is_truncated = bool((run.ended[known] == "length")[affected].mean() > 0.95)
+                are = "truncated" if is_truncated else "copies" if _are_copies(run, known, affected) else ""
+                more.update(are=are, counted=is_truncated and bool(run.counts_masked), notice=is_truncated)
+            yield from run.find(fault, affected, rows=known, **more)
             return
     # Steps with few groups allow several rules.
     off = (rules.name == name) | ((rules.name == "") & (num > 4 * (rules.name == "").sum()))
@@ -1159,60 +1269,56 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     correlation, error = float(rules.correlation[off] @ rules.freedom[off]) / freedom, _ERRORS / freedom**0.5
     values = a[off[at]]
     numbers = {key: float(np.median(getattr(rules, key)[off])) for key in ("fit", "own", "between")} | {
-        "correlation": correlation, "error": error, "scope": "group" if is_grouped else "step", "low": values.min(), "high": values.max(), "explanation": name,
+        "correlation": correlation, "error": error, "scope": "group" if is_grouped else "step", "low": values.min(), "high": values.max(), "rule": name,
     }  # fmt: skip
-    is_batch = name in (_BATCH, _NOTHING)
+    is_batch = name in ("batch_constant", "nothing")
     # An unknown baseline, such as the reward of a greedy response, can be the same for all groups at some steps.
     parts = (rules.name == "", rules.name == "own", is_judged)
     unknown, own, every = (float(rules.freedom[each].sum()) for each in parts)
     is_elsewhere_unknown = unknown > max(0.05 * every, own)
     is_change = 3 <= off.sum() <= num_judged - 3 and off[is_judged][-off.sum() :].all() and not is_small
     if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
-        yield from found("advantages_inverted", off, **numbers)
+        yield from found(_INVERTED, off, **numbers)
     elif is_batch and is_elsewhere_unknown:
-        yield from found("baseline_unknown", off | (rules.name == ""), notice=True, **numbers)
+        yield from found(_BASELINE_UNKNOWN, off | (rules.name == ""), notice=True, **numbers)
     elif is_batch:
         # Include steps that are too small or where all groups have the same mean: the batch rule may apply there, too.
         is_alone = np.bincount(data.lines.at) == 1
         off |= (rules.name == "") | ((rules.name == "own") & ((data.fit(r) > 0.999) | is_alone))
-        numbers["explanation"] = name if name == _NOTHING else _batch_constant(data, off)
+        numbers["rule"] = name if name == "nothing" else _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")
         # A mean that includes padding is always a fault, but an unknown baseline may be an intended running mean.
-        is_padded, is_unknown = (numbers["explanation"] == name for name in (PADDED, _BATCH))
+        is_padded, is_unknown = (numbers["rule"] == name for name in ("padded_mean", "batch_constant"))
         is_unknown &= not run.setting(ALGORITHM, "running|critic|ema|moving")
         can_be_right = not is_padded and bool(is_other or not run.group_setting)
-        baseline = found("baseline", off, notice_if_whole=can_be_right, **numbers)
+        baseline = found(_BASELINE, off, notice_if_whole=can_be_right, **numbers)
         yield from (each for each in baseline if each.since is not None or not is_other or is_padded or is_unknown)
     elif name:
-        is_moved = name.startswith(("rewards", "the rewards", "advantages", "the advantages"))
-        code = _CODES.get(name, "rewards_of_other_rows" if is_moved else "baseline")
-        notice = name in _OF_OWN and name != HALVES
-        yield from found(code, off, notice=notice, notice_if_whole=name in (*_LEVELS[1:], _OF_TURNS), **numbers)
+        is_moved = name.startswith(("rewards_", "advantages_"))
+        fault = _OF_RULES.get(name, OF_OTHER_ROWS if is_moved else _BASELINE)
+        notice = name in _OF_OWN and name != "half"
+        yield from found(fault, off, notice=notice, notice_if_whole=name in (*_LEVELS[1:], "mean_of_turns"), **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
-        yield from found("advantages_unrelated", off, **numbers)
+        yield from found(UNRELATED, off, **numbers)
     elif explain and (is_change or (run.group_setting and 2 * off.sum() > num_judged)):
         if rules.is_linear[off].any():
-            yield from found("baseline_unknown", off, notice=True, **numbers)
+            yield from found(_BASELINE_UNKNOWN, off, notice=True, **numbers)
         else:
-            numbers["explanation"] = _shape_of(data, off)
-            yield from found("advantages_unexplained", off, notice_if_whole=True, **numbers)
+            yield from found(_UNEXPLAINED, off, notice_if_whole=True, are_monotone=_are_monotone(data, off), **numbers)
 
 
-def _copies_text(run: DataRows, known: np.ndarray, zeroed: np.ndarray) -> str:
-    """Describe the `known` rows ([N] bool) with advantage 0 (`zeroed`) if they are copies of other rows in their step."""
+def _are_copies(run: DataRows, known: np.ndarray, zeroed: np.ndarray) -> bool:
+    """Return whether the `known` rows ([N] bool) with advantage 0 (`zeroed`) are copies of other rows in their step."""
     counts = known & (run.rows["response"] > 0) & (run.rows["loss_length"] > 0)
     is_copy = (counts & (count_of(numbered(run.rows["response"], run.at)) > 1))[known]
-    text = "; they copy other rows of their step, as padding rows do, but their tokens count toward the loss"
-    return text if is_copy[zeroed].mean() >= 0.95 and is_copy[~zeroed].mean() <= 0.5 else ""
+    return bool(is_copy[zeroed].mean() >= 0.95 and is_copy[~zeroed].mean() <= 0.5)
 
 
-def _shape_of(rows: _Rows, steps: np.ndarray) -> str:
-    """Describe how advantages depend on rewards within the groups of the `steps` ([S] bool)."""
+def _are_monotone(rows: _Rows, steps: np.ndarray) -> bool:
+    """Return whether advantages rise with the rewards within the groups of the `steps` ([S] bool)."""
     order = np.lexsort((rows.a, rows.r, rows.g))
     order = order[steps[rows.at[order]]]
     joined = np.diff(rows.g[order]) == 0
     more, rise = np.diff(rows.r[order])[joined], np.diff(rows.a[order])[joined]
     least = 2 * rows.lines.rounded[rows.g[order]][1:][joined]
-    if np.mean(np.where(more > 0, rise >= -least, np.abs(rise) <= least)) > 0.99:
-        return "rise with the rewards, but not in proportion"
-    return "are not a function of the recorded rewards"
+    return bool(np.mean(np.where(more > 0, rise >= -least, np.abs(rise) <= least)) > 0.99)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,15 @@ from ...schemas.tables import SAMPLING
 from ..trace.columns import attempts, scored_passes
 from ..trace.database import Database
 from ..trace.ragged import array_of, flat
+from . import advantages, metrics, token_checks
 from .advantages import (
     ALGORITHM,
     CLOSE,
     KL_IN_REWARD,
+    MIXED,
+    OF_OTHER_ROWS,
     TINY,
+    UNRELATED,
     DataRows,
     check_advantages,
     count_of,
@@ -36,40 +40,24 @@ from .advantages import (
     is_16_bit,
     is_constant,
     mean_of,
+    mixed_rules,
     numbered,
     rms_of,
+    rule_words,
     shifted,
     split_steps,
 )
 from .faults import evidence_text
 from .faults.kinds import BY_TIME, MIN_STOPPED
 from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement
-from .faults.sampling import MAX_LEFT, TEMPERATURE, find_one_sided, find_temperature, unapplied_setting
+from .faults.sampling import MAX_LEFT, find_one_sided, find_temperature, unapplied_setting
 from .features import FEW, means, movement, not_repeatable, pearson, repeats, wrong_versions
-from .finding import DataFinding
-from .metrics import KL_COEFFICIENT, check_metrics
+from .finding import BY_GROUP, BY_STEP, BY_VERSION, DataFault, DataFinding, data_fault
+from .metrics import KL_COEFFICIENT, OF_METRIC, check_metrics
 from .pair_data import PairData, allowed_noise, level, logit_error
 from .sample import CHANCE, PairSums, PassSample, Sample, read_sample
-from .token_checks import best_lag, check_tokens
+from .token_checks import ENTROPIES, best_lag, check_tokens
 from .where import PLACE_NATS, places, where_text
-
-_EXPLAINED_BY = {
-    "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
-    "advantages_vary": {"advantages_misplaced"}, "advantages_unrelated": {"advantages_vary", "advantages_mixed"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
-    "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
-    "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"}, "prompts_repeat": {"batch_repeats"},
-    "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"}, "prompts_unshuffled": {"prompts_restart"}, "penalty_missing": {"rewards_unlike_responses"},
-}  # fmt: skip
-"""Finding code -> codes of findings that make it redundant. A notice does not make a fault redundant."""
-_OFTEN_INTENDED = (
-    "rows_masked",
-    "advantages_vary",
-    "prompts_cut",
-    "prompts_repeat",
-    "not_finite",
-    "rewards_of_truncated",
-)
-"""Notices that healthy runs in nine sets of rebuilt bug reports have at least as often as faulty ones. They come last."""
 
 
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
@@ -85,31 +73,46 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
         if sample is not None and len(sample.tokens):
             found |= {finding.code: finding for finding in check_tokens(run, sample)}
     faults = {code for code, finding in found.items() if not finding.is_notice}
+    known = [(FAULTS[finding.code, finding.signal], finding) for finding in found.values()]
     kept = [
-        finding for code, finding in found.items()
-        if not (found.keys() if finding.is_notice else faults) & _EXPLAINED_BY.get(code, set())
-    ]  # fmt: skip
-    return tuple(sorted(kept, key=lambda each: (each.is_notice, each.is_notice and each.code in _OFTEN_INTENDED)))
+        (finding.is_notice, finding.is_notice and fault.is_often_intended, finding)
+        for fault, finding in known
+        if (found.keys() if finding.is_notice else faults).isdisjoint(fault.hidden_by)
+    ]
+    return tuple(finding for *_, finding in sorted(kept, key=lambda each: each[:2]))
+
+
+_NOT_FINITE_VALUES = "{num:,} values of {column} are NaN or infinite"
+_NOT_FINITE = data_fault("not_finite", "NaN or infinite {column}", {
+    "values": _NOT_FINITE_VALUES,
+    "spread": _NOT_FINITE_VALUES + ": {are_all} of each {scope} in which a row's {source}{with_reward} is NaN or infinite",
+}, "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step", is_often_intended=True, are_all={True: "all rows", False: "rows"}, with_reward=", and with it the reward,")  # fmt: skip
+_MISPLACED = data_fault("advantages_misplaced", "advantages do not cover the whole response", {
+    "zeros": "in {num:,} rows, all tokens have the same advantage, except that the {end} {num_zeros:.3g} tokens (median) have 0{are_continued}",
+    "mask": "in {num:,} rows, {num_zeros:,.0f} tokens in the loss have advantage 0, and {num_masked:,.0f} masked tokens do not, as if another row's mask had been applied",
+}, hidden_by=("advantages_mixed",), are_continued="; a later turn continues each of these rows")  # fmt: skip
+_EXTREME = data_fault("advantages_extreme", "extreme advantages", "|advantage| reaches {largest:.4g} ({usual:.3g} is usual), and no baseline or normalisation gives more than {bound:.3g}{are_equal}", BY_STEP, hidden_by=("advantages_scaled", "baseline"), are_equal="; the other rewards in the group are equal, so these advantages were probably divided by a standard deviation that is only a rounding error")  # fmt: skip
 
 
 def _values(run: DataRows) -> Iterator[DataFinding]:
     rows, by_token = run.rows, run.rows["is_per_token"]
     if (lost := rows["lost_reward"]).any():
-        yield from run.find("not_finite", lost, column="reward", explanation="", notice=_are_excluded(run, lost))
+        notice = _are_excluded(run, lost)
+        yield from run.find(_NOT_FINITE, lost, signal="values", column="reward", notice=notice)
     if (lost := rows["lost_advantage"]).any():
-        yield from run.find("not_finite", lost, column="advantage", explanation=_nan_source(run, lost))
+        source = _nan_source(run, lost)
+        yield from run.find(_NOT_FINITE, lost, signal="spread" if source else "values", column="advantage", **source)
     for end in ("first", "last"):
         zeros = rows[f"zeros_{end}"]
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
         least = 1 + max(by_token.sum(), 8) // 2
         zeros_there = float(np.median(zeros[misplaced])) if misplaced.any() else 0.0
-        text = f"all tokens have the same advantage, except that the {end} {zeros_there:.3g} tokens (median) have 0"
-        if misplaced.any() and np.isin(np.flatnonzero(misplaced), run.continued[0]).all():
-            text += "; a later turn continues each of these rows"
-        yield from run.find("advantages_misplaced", misplaced, least=least, explanation=text)
-    if (swapped := (rows["masked"] > 0) & (rows["loss_zeros"] > 0)).any():
-        text = f"{rows['loss_zeros'][swapped].sum():,.0f} tokens in the loss have advantage 0, and {rows['masked'][swapped].sum():,.0f} masked tokens do not, as if another row's mask had been applied"
-        yield from run.find("advantages_misplaced", swapped, least=3, explanation=text)
+        numbers: dict[str, Any] = {"end": end, "num_zeros": zeros_there}
+        numbers["are_continued"] = bool(misplaced.any() and np.isin(np.flatnonzero(misplaced), run.continued[0]).all())
+        yield from run.find(_MISPLACED, misplaced, signal="zeros", least=least, **numbers)
+    swapped = (rows["masked"] > 0) & (rows["loss_zeros"] > 0)
+    numbers = {"num_zeros": rows["loss_zeros"][swapped].sum(), "num_masked": rows["masked"][swapped].sum()}
+    yield from run.find(_MISPLACED, swapped, signal="mask", least=3, **numbers)
     # A value normalised over n values is at most sqrt(n), and a reward minus a baseline is at most the range of
     # rewards. An advantage can exceed both bounds only if its row is left out of its own normalisation.
     highest = np.abs(rows["reward"][np.isfinite(rows["reward"])]).max(initial=0.0)
@@ -123,11 +126,10 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         if np.isclose(size, by_mean, rtol=CLOSE)[varied].sum() > 0.9 * varied.sum():
             bound = np.fmax(bound, 2 * by_mean)
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
-    numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
+    numbers = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     is_known = (count_of(run.cell) > 2) & (mean_of(run.cell, 1.0 * np.isfinite(rows["reward"])) == 1)
-    text = "; the other rewards in the group are equal, so these advantages were probably divided by a standard deviation that is only a rounding error"
-    numbers["explanation"] = text * bool((is_known & np.isnan(run.left_out))[extreme].all())
-    yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)
+    are_equal = bool((is_known & np.isnan(run.left_out))[extreme].all())
+    yield from run.find(_EXTREME, extreme, bound=bound, are_equal=are_equal, **numbers)
 
 
 def _are_excluded(run: DataRows, lost: np.ndarray) -> bool:
@@ -141,20 +143,25 @@ def _are_excluded(run: DataRows, lost: np.ndarray) -> bool:
     return not (trains[lost].any() or is_whole.any() or (lost & varies & (mean_of(cell, 1.0 * trains) == 0)).any())
 
 
-def _nan_source(run: DataRows, lost: np.ndarray) -> str:
+def _nan_source(run: DataRows, lost: np.ndarray) -> dict[str, Any]:
     """Describe the NaN rewards in the groups or steps of `lost` advantages ([N] bool). Empty if some have none."""
     names, parts, is_given = run.parts
-    lost_reward, sources = run.rows["lost_reward"], {}
+    lost_reward, sources = run.rows["lost_reward"], dict[tuple[str, bool], np.ndarray]()
     for name, values in zip(names, parts.T, strict=True):
         if (is_nan := is_given & ~np.isfinite(values)).any():
-            sources[name + ", and with it the reward," * bool(lost_reward[is_nan].all())] = is_nan
-    sources["reward"] = lost_reward
-    for (name, is_nan), (scope, cell) in itertools.product(sources.items(), (("group", run.cell), ("step", run.at))):
+            sources[name, bool(lost_reward[is_nan].all())] = is_nan
+    sources["reward", False] = lost_reward
+    for ((name, with_reward), is_nan), (scope, cell) in itertools.product(
+        sources.items(), (("group", run.cell), ("step", run.at))
+    ):
         reached = (mean_of(cell, 1.0 * is_nan) > 0) & ((run.labels > 0) | (scope == "step"))
         if reached[lost].all() and (mean_of(cell, 1.0 * lost)[reached] > 0).all():
-            which = "all rows" if (lost == reached).all() else "rows"
-            return f": {which} of each {scope} in which a row's {name} is NaN or infinite"
-    return ""
+            are_all = bool((lost == reached).all())
+            return {"source": name, "with_reward": with_reward, "scope": scope, "are_all": are_all}
+    return {}
+
+
+_TURNS_DIFFER = data_fault("turns_differ", "turns of a trajectory get different advantages", "{num:,} rows have different advantages from the rows that continue them{are_zero}", are_zero=": those of earlier turns are 0")  # fmt: skip
 
 
 def _turns(run: DataRows) -> Iterator[DataFinding]:
@@ -167,8 +174,7 @@ def _turns(run: DataRows) -> Iterator[DataFinding]:
         return
     first, second = (run.rows["advantage"][rows] for rows in (row, later))
     differs = np.abs(first - second) > 1e-3 * np.abs(np.nan_to_num(second)).max(initial=0.0)
-    text = ": those of earlier turns are 0" if differs.any() and not first[differs].any() else ""
-    yield from run.find("turns_differ", differs, rows=row, explanation=text, notice=True)
+    yield from run.find(_TURNS_DIFFER, differs, rows=row, are_zero=not first[differs].any(), notice=True)
 
 
 _FAILED = re.compile("error|abort|time_?d?_?out|fail|cancel|exception|crash")
@@ -189,6 +195,12 @@ def _stuck(run: DataRows, rewards: np.ndarray) -> tuple[np.ndarray, bool] | None
     return None if num_later * np.log(usual) >= CHANCE or is_solved else (later, not len(earlier))
 
 
+_REWARDS_CONSTANT = data_fault("rewards_constant", "constant rewards", "every reward{start} is {value:g}, so there is nothing to learn", BY_STEP, start=" from step {start} on")  # fmt: skip
+_FAILURES_REWARDED = data_fault("failures_rewarded", "failed rollouts are trained on as if they were wrong answers", "{num:,} rows with finish reason {reasons} all have the reward {value:g}, an advantage, and tokens in the loss, so the policy learns from failures of the environment or the verifier", words=lambda n: {"reasons": " or ".join(n["reasons"])})  # fmt: skip
+_REWARDS_OF_GROUPS = data_fault("rewards_of_groups", "some groups all get the same reward", "all rows in {num_groups:,} groups have the reward {value:g}, which hardly occurs in other groups, so the reward function may fail for these prompts", BY_GROUP)  # fmt: skip
+_REWARDS_BY_PROMPT = data_fault("rewards_by_prompt", "rewards do not depend on the response", "in all {num:,} groups whose responses differ, every response has the same reward, although rewards differ between prompts, so there is nothing to learn within a group; rewards may be cached by prompt", BY_GROUP, hidden_by=("rewards_constant",))  # fmt: skip
+
+
 def _rewards(run: DataRows) -> Iterator[DataFinding]:
     """Find rewards that are constant, overall or within groups, from some step on, and failed rollouts in the loss."""
     rewards, at = run.rows["reward"], run.at
@@ -198,15 +210,15 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     response = run.rows["response"]
     if stuck := _stuck(run, rewards):
         later, is_always = stuck
-        after = "" if is_always else f" from step {run.steps[at[later].min()]} on"
-        yield from run.find("rewards_constant", later, value=float(rewards[later][0]), after=after, notice=is_always)
+        numbers: dict[str, Any] = {"value": float(rewards[later][0])}
+        numbers["start"] = None if is_always else int(run.steps[at[later].min()])
+        yield from run.find(_REWARDS_CONSTANT, later, notice=is_always, **numbers)
     ended, which = np.unique(run.ended, return_inverse=True)
     has_failed = np.array([bool(_FAILED.search(name)) for name in ended])[which]
     trains = has_failed & known & (run.rows["loss_length"] > 0) & (np.nan_to_num(run.rows["advantage"]) != 0)
     if trains.any() and np.ptp(rewards[trains]) == 0 and np.ptp(rewards[known & ~has_failed]):
-        reasons = " or ".join(np.unique(run.ended[trains]))
-        numbers: dict[str, Any] = {"reasons": reasons, "value": float(rewards[trains][0]), "notice": True}
-        yield from run.find("failures_rewarded", trains, least=8, **numbers)
+        numbers = {"reasons": np.unique(run.ended[trains]).tolist(), "value": float(rewards[trains][0])}
+        yield from run.find(_FAILURES_REWARDED, trains, least=8, notice=True, **numbers)
     asked = np.flatnonzero(known & (response > 0) & (run.labels > 0))
     cell, reward = numbered(run.labels[asked], at[asked]), rewards[asked]
     least = 1e-9 * np.abs(reward).max(initial=0.0)
@@ -220,7 +232,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
         num, elsewhere = len(np.unique(cell[alike])), (reward[~alike] == value).mean() if varies.any() else 1.0
         if min(num, len(np.unique(cell[varies]))) >= 8 and elsewhere < 0.01:
             affected = np.isin(np.arange(len(at)), asked[alike])
-            yield from run.find("rewards_of_groups", affected, num_groups=num, value=value, notice=True)
+            yield from run.find(_REWARDS_OF_GROUPS, affected, num_groups=num, value=value, notice=True)
     within = at[asked] > at[asked][differs].max(initial=-1)
     if not within.any():
         return
@@ -230,7 +242,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     share = np.unique(reward[within], return_counts=True)[1].max() / within.sum()
     if (num := int((more > 0).sum())) >= 8 and np.maximum(more, 0).sum() * np.log(share) < CHANCE:
         affected = np.isin(np.arange(len(at)), asked[within])
-        yield from run.find("rewards_by_prompt", affected, num=num, notice_if_whole=True)
+        yield from run.find(_REWARDS_BY_PROMPT, affected, num=num, notice_if_whole=True)
 
 
 _UNRELATED = """
@@ -242,6 +254,12 @@ FROM (
 """
 """Whether most prompts in nearly all groups differ in their first half and their last quarter. Turns of a trajectory begin
 with the same task, and prompts with different examples end with it."""
+
+
+_ONE_ROW_GROUPS = data_fault("one_row_groups", "group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group", BY_GROUP)  # fmt: skip
+_MIX_PROMPTS = data_fault("groups_mix_prompts", "groups mix prompts", "{num_groups:,} groups contain rows from several prompts, up to {most} prompts in one group", BY_GROUP)  # fmt: skip
+_ROWS_ALONE = data_fault("rows_alone", "some groups contain a single row", "{num:,} rows are alone in their group although other rows in the step have the same prompt, so their baseline is their own reward", BY_GROUP)  # fmt: skip
+_PROMPTS_SPLIT = data_fault("prompts_split", "prompts are split over groups", "each prompt's rows are split over {num_groups} groups per step, each with its own baseline, or the prompt was drawn {num_groups} times", BY_GROUP)  # fmt: skip
 
 
 def _groups(run: DataRows) -> Iterator[DataFinding]:
@@ -263,16 +281,24 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     is_declared = np.isin(in_group, [*run.numbers(rf"{_NOT_TRAINING}.*(^|[./])({_DECLARED['rows']})$").values()])
     apart, alone = (2 * prompts > in_group) & (in_group > 2) & is_declared, (in_group == 1) & repeated
     if count_of(run.cell)[known].max() == 1 and repeated.mean() > 0.5:
-        yield from find("one_row_groups", repeated, rows_per_prompt=len(at) / num_prompts)
+        yield from find(_ONE_ROW_GROUPS, repeated, rows_per_prompt=len(at) / num_prompts)
     elif mixed.any():
-        yield from find("groups_mix_prompts", mixed, num_groups=len(np.unique(group[mixed])), most=int(prompts.max()))
+        yield from find(_MIX_PROMPTS, mixed, num_groups=len(np.unique(group[mixed])), most=int(prompts.max()))
     elif apart.mean() > 0.95 and run.database.connection.execute(_UNRELATED).fetchall() == [(True,)]:
         numbers: dict[str, Any] = {"num_groups": len(np.unique(group)), "most": int(prompts.max()), "notice": True}
-        yield from find("groups_mix_prompts", apart, **numbers)
+        yield from find(_MIX_PROMPTS, apart, **numbers)
     elif alone.sum() >= 3 and in_group.max() > 1:
-        yield from find("rows_alone", alone)
+        yield from find(_ROWS_ALONE, alone)
     elif np.ptp(groups) == 0 and groups[0] > 1 and in_group.min() > 1 and num_prompts > 3 * len(np.unique(at)):
-        yield from find("prompts_split", at >= 0, num_groups=int(groups[0]), notice=True)
+        yield from find(_PROMPTS_SPLIT, at >= 0, num_groups=int(groups[0]), notice=True)
+
+
+_BATCH_REPEATS = data_fault("batch_repeats", "batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses are the same as at the previous step")  # fmt: skip
+_PAIRS_DIFFER = "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; "
+_REWARDS_UNEQUAL = data_fault("rewards_unequal", "identical responses get different rewards", {
+    "random": _PAIRS_DIFFER + "no shift of the rewards explains this, so the reward is random or belongs to other rows",
+    "moved": _PAIRS_DIFFER + "with {rule}, only {num_left:,} do",
+}, words=rule_words)  # fmt: skip
 
 
 def _repeats(run: DataRows) -> Iterator[DataFinding]:
@@ -286,7 +312,7 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
     rows = dict(zip(steps, split_steps(step, response), strict=True))
     shares = [np.isin(rows[each], rows.get(each - 1, [])).mean() for each in steps]
     again = (np.array(shares) >= 0.9) & (np.array([len(np.unique(rows[each])) for each in steps]) >= 8)
-    yield from run.find("batch_repeats", again, steps, least=2, notice=True, num_steps=int(again.sum()))
+    yield from run.find(_BATCH_REPEATS, again, steps, least=2, notice=True, num_steps=int(again.sum()))
     order = np.lexsort((at, response))
     same = np.flatnonzero(response[order][1:] == response[order][:-1])
     one, two = order[same], order[same + 1]
@@ -301,10 +327,10 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
         move = min(left, key=left.__getitem__)
         is_moved = bool(10 * left[move] <= num)
         if is_moved or asked is within:
-            numbers: dict[str, Any] = {"num_pairs": int(asked.sum()), "explanation": _RANDOM}
+            numbers: dict[str, Any] = {"num_pairs": int(asked.sum()), "signal": "random"}
             if is_moved:
-                numbers["explanation"] = f"with {move}, only {left[move]:,} do"
-            yield from run.find("rewards_unequal", differs, step[one], notice=not is_moved, **numbers)
+                numbers |= {"signal": "moved", "rule": move, "num_left": int(left[move])}
+            yield from run.find(_REWARDS_UNEQUAL, differs, step[one], notice=not is_moved, **numbers)
             return
 
 
@@ -316,6 +342,15 @@ ORDER BY step, place
 """In rows where every token id is 0, the hash is 0 as well, as if they had not been inspected (see _ROWS)."""
 _TEXT_NATS = 30.0
 """Minimum log likelihood ratio between two orders of the rewards."""
+
+
+_OF_RESPONSES = (
+    ": lengths, finish reasons and frequent tokens explain {best:.0%} of their variance, but {own:.0%} as recorded"
+)
+_UNLIKE_RESPONSES = data_fault("rewards_unlike_responses", "rewards belong to other rows", {
+    "moved": "rewards depend on the responses of other rows ({rule})" + _OF_RESPONSES,
+    "sorted": "rewards depend on the responses of other rows ({name} and the response lengths, each sorted within its step)" + _OF_RESPONSES,
+}, words=lambda n: {"name": n.get("name") or "the reward", **rule_words(n)}, hidden_by=("rewards_differ", "rewards_unequal", "rewards_of_other_rows"))  # fmt: skip
 
 
 def _texts(run: DataRows) -> Iterator[DataFinding]:
@@ -366,14 +401,13 @@ def _texts(run: DataRows) -> Iterator[DataFinding]:
     best = max(shares, key=shares.__getitem__)
     share, _ = explained(moves[best], is_held_out=True)
     if num / 2 * np.log((1 - recorded) / max(1 - share, TINY)) > _TEXT_NATS:
-        numbers: dict[str, Any] = {"explanation": best, "best": share, "own": recorded}
-        yield from run.find("rewards_unlike_responses", asked, **numbers)
+        yield from run.find(_UNLIKE_RESPONSES, asked, signal="moved", rule=best, best=share, own=recorded)
 
 
 def _unlike_lengths(run: DataRows) -> Iterator[DataFinding]:
     """Find rewards that are a function of the response length if each step's rows are sorted, but not as recorded."""
     names, parts, _ = run.parts
-    for name, values in {**dict(zip(names, parts.T, strict=True)), "the reward": run.rows["reward"]}.items():
+    for name, values in (*zip(names, parts.T, strict=True), (None, run.rows["reward"])):
         known = np.isfinite(values)
         at, value, length = run.at[known], values[known], run.rows["length"][known]
         size = np.unique(length, return_inverse=True)[1]
@@ -386,13 +420,17 @@ def _unlike_lengths(run: DataRows) -> Iterator[DataFinding]:
         in_order = size[np.lexsort((size, at))]
         orders = (value[np.lexsort((sign * value, at))] for sign in (1, -1))
         if own < 0.5 and any(np.allclose(each, mean_of(in_order, each), rtol=TINY) for each in orders):
-            text = f"{name} and the response lengths, each sorted within its step"
-            yield from run.find("rewards_unlike_responses", known, explanation=text, best=1.0, own=own)
+            yield from run.find(_UNLIKE_RESPONSES, known, signal="sorted", name=name, best=1.0, own=own)
             return
 
 
 _SHUFFLE = r"^(?!.*(actor|critic|policy|batch|val|eval|test)).*shuffle"
 """Settings that shuffle the training data, not validation data or the mini-batches of an update."""
+
+
+_PROMPTS_REPEAT = data_fault("prompts_repeat", "every step has the same prompts", "all {num:,} steps have the same {num_prompts:,} prompts, so the data loader may not advance", BY_GROUP, hidden_by=("batch_repeats",), is_often_intended=True)  # fmt: skip
+_UNSHUFFLED = data_fault("prompts_unshuffled", "every epoch has the same order", "{setting} is recorded, but from step {start} on, each step has the prompts of {period} steps earlier, so the data are not reshuffled in each epoch", BY_GROUP, hidden_by=("prompts_restart",))  # fmt: skip
+_PROMPTS_RESTART = data_fault("prompts_restart", "the resumed run starts with the first prompts again", "attempt {attempt} starts at step {start} with the prompts of step {first}, and repeats the prompts of {num_steps} steps in the same order, so the state of the data loader was not restored, unless an epoch ended there", BY_GROUP)  # fmt: skip
 
 
 def _restarts(run: DataRows) -> Iterator[DataFinding]:
@@ -403,7 +441,7 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
     drawn = dict(zip(run.steps.tolist(), map(frozenset, split_steps(run.at, prompt)), strict=True))
     first, *others = {*drawn.values()}
     if len(drawn) > 2 and len(first) > 1 and not others:
-        yield from run.find("prompts_repeat", run.steps > -1, run.steps, num_prompts=len(first), notice=True)
+        yield from run.find(_PROMPTS_REPEAT, run.steps > -1, run.steps, num_prompts=len(first), notice=True)
     sets = [*drawn.values()]
     shuffled = "" if run.setting(_SHUFFLE, r"^(false|0(\.0)?)$") else run.switched_on(_SHUFFLE)
     period = len({*sets})
@@ -413,7 +451,7 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
     orders = math.lgamma(num_prompts + 1) - sum(math.lgamma(len(batch) + 1) for batch in sets[:period])
     if shuffled and is_epoch and -orders * (len(sets) // period - 1) < CHANCE:
         numbers: dict[str, Any] = {"setting": shuffled, "period": period, "start": int(run.steps[period])}
-        yield from run.find("prompts_unshuffled", np.arange(len(sets)) >= period, run.steps, **numbers)
+        yield from run.find(_UNSHUFFLED, np.arange(len(sets)) >= period, run.steps, **numbers)
     known = attempts(run.database)
     for attempt in known[1:]:
         by = attempt.first_step - known[0].first_step
@@ -425,7 +463,7 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
         if num >= 2 and num >= min(len(again), by) and len({*before}) == len(before):
             numbers = {"attempt": attempt.attempt, "start": attempt.first_step, "num_steps": num}
             affected = np.arange(len(again)) < num
-            yield from run.find("prompts_restart", affected, np.array(there), first=known[0].first_step, **numbers)
+            yield from run.find(_PROMPTS_RESTART, affected, np.array(there), first=known[0].first_step, **numbers)
 
 
 _LIMIT = "max_(new_)?tokens|max_(completion|response)_length|(rollout_|generate_)max_(response_)?len|max_gen(eration)?_len(gth)?"
@@ -439,18 +477,32 @@ _NOT_TRAINING = r"^(?!.*(^|[./_])(val|eval|test|valid|teacher|distil\w*|draft|re
 _MASKS_CUT = r"(^|[./])(mask_truncated\w*|(apply_)?overlong_filter(ing)?|(filter|exclude)_truncated(?!\w*prompt)\w*)$"
 _SEVERAL = 3
 """Minimum number of rows or groups that contradict a setting."""
-_Contradiction = tuple[str, str, np.ndarray]
-"""A setting, what the rows show instead, and the rows that contradict it ([N] bool)."""
+_Contradiction = tuple[np.ndarray, dict[str, Any]]
+"""The rows that contradict a setting ([N] bool), and the setting, what the rows show instead (a key of _SHOWN), and numbers."""
+_SHOWN = {
+    "lengths": "{name} have up to {length:,.0f} tokens", "sampling": "the rows' {name} is {value:g}",
+    "some_sampling": "the rows' {name} is {value:g} in {num:,} of {of:,} rows", "group_size": "each group has {value:g} rows",
+    "group_sizes": "{num:,} groups have only {least:g} to {most:g} rows, as if rows had been dropped before advantages were computed",
+    "truncated": "{num:,} truncated rows have tokens in the loss and an advantage", "equal": "{num:,} groups with equal rewards are in the loss",
+}  # fmt: skip
+
+
+def _contradictions(numbers: Mapping[str, Any]) -> dict[str, str]:
+    shown = numbers["settings"]
+    texts = (f"{each['setting']} is recorded, but {_SHOWN[each['shown']].format_map(each)}" for each in shown)
+    return {"settings": "; ".join(texts), "plural": "s" * (len(shown) > 1)}
+
+
+_SETTING_CONTRADICTS = data_fault("setting_contradicts", "the rows contradict a recorded setting", "{settings}, so the setting{plural} may be ignored", "SELECT step, group_id, seq_id, temperature, top_p, top_k, max_tokens, finish_reason, reward, advantage FROM {rows} ORDER BY step", words=_contradictions)  # fmt: skip
+_PROMPTS_CUT = data_fault("prompts_cut", "prompts are cut off", "{num:,} rows have a prompt of exactly {limit:,.0f} tokens, the recorded {setting}, and few have nearly as many, so longer prompts were truncated, and may lack their question or their end", "SELECT step, seq_id, len(prompt_ids) AS num_prompt_tokens FROM {rows} ORDER BY num_prompt_tokens DESC, step", is_often_intended=True)  # fmt: skip
 
 
 def _settings(run: DataRows) -> Iterator[DataFinding]:
     """Find settings that the rows contradict, as if the framework ignored them."""
     found = [*_sampled_otherwise(run), *_kept_otherwise(run)]
     if found:
-        text = "; ".join(f"{setting} is recorded, but {what}" for setting, what, _ in found)
-        affected = np.any([rows for *_, rows in found], axis=0)
-        plural = "s" if len(found) > 1 else ""
-        yield from run.find("setting_contradicts", affected, explanation=text, plural=plural, notice=True)
+        affected, settings = np.any([rows for rows, _ in found], axis=0), [shown for _, shown in found]
+        yield from run.find(_SETTING_CONTRADICTS, affected, settings=settings, notice=True)
 
 
 def _cut_prompts(run: DataRows) -> Iterator[DataFinding]:
@@ -463,7 +515,7 @@ def _cut_prompts(run: DataRows) -> Iterator[DataFinding]:
         near = (of_prompts >= 0.9 * limit) & ~at_limit
         if at_limit.sum() >= 8 and at_limit.mean() >= 0.1 and near.sum() < at_limit.sum() and not at_limit.all():
             numbers: dict[str, Any] = {"setting": setting, "limit": limit, "notice": True}
-            yield from run.find("prompts_cut", length == limit, **numbers)
+            yield from run.find(_PROMPTS_CUT, length == limit, **numbers)
             return
 
 
@@ -485,35 +537,34 @@ def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
         given.pop("responses", None)
     for name, settings in given.items():
         (key, declared), *_ = settings.items()
+        setting = f"{key} = {declared:g}"
         if name in lengths:
             beyond = lengths[name] > declared
             if declared > 0 and beyond.sum() >= _SEVERAL and not has_turns:
-                yield f"{key} = {declared:g}", f"{name} have up to {lengths[name].max():,.0f} tokens", beyond
+                length = float(lengths[name].max())
+                yield beyond, {"setting": setting, "shown": "lengths", "name": name, "length": length}
             continue
         there = np.isfinite(shown[name]) & ~(np.abs(shown[name] - declared) <= 1e-6 * declared)
         values = shown[name][there]
         num = len(np.unique(run.cell[there])) if name == "rows" else len(values)
         is_part = name == "rows" and num >= _SEVERAL and np.ptp(values) > 0 and values.max() < declared
         if is_part and there.mean() > 0.5 and _are_centred(run):  # the groups were incomplete when they were normalised
-            yield (
-                f"{key} = {declared:g}",
-                f"{num:,} groups have only {values.min():g} to {values.max():g} rows, as if rows had been dropped before advantages were computed",
-                there,
-            )
+            sizes = {"num": num, "least": float(values.min()), "most": float(values.max())}
+            yield there, {"setting": setting, "shown": "group_sizes", **sizes}
             continue
         # A row can be greedy by mistake, but for other settings, 0 or less means that they are off.
         if num < _SEVERAL or np.ptp(values) > 0 or declared <= 0 or (values[0] <= 0 and name != "temperature"):
             continue
-        part = "" if there.all() else f" in {num:,} of {np.isfinite(shown[name]).sum():,} rows"
-        if part and name != "temperature":
+        if not there.all() and name != "temperature":
             continue
-        what = f"the rows' {name} is {values[0]:g}{part}"
+        shown_as = "sampling" if there.all() else "some_sampling"
         if name == "rows":
             # 1 is a default, and other options may multiply the rows.
             if declared == 1 or (values[0] < declared and not _are_centred(run)):
                 continue
-            what = f"each group has {values[0]:g} rows"
-        yield f"{key} = {declared:g}", what, there
+            shown_as = "group_size"
+        numbers = {"name": name, "value": float(values[0]), "num": num, "of": int(np.isfinite(shown[name]).sum())}
+        yield there, {"setting": setting, "shown": shown_as, **numbers}
 
 
 def _has_turns(run: DataRows) -> bool:
@@ -538,7 +589,7 @@ def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     in_loss = (rows["loss_length"] > 0) & (np.isfinite(advantage) | ~np.isfinite(advantage).any())
     cut = in_loss & (advantage != 0) & (run.ended == "length")
     if (setting := run.switched_on(_MASKS_CUT)) and cut.sum() >= _SEVERAL:
-        yield setting, f"{cut.sum():,} truncated rows have tokens in the loss and an advantage", cut
+        yield cut, {"setting": setting, "shown": "truncated", "num": int(cut.sum())}
     setting = run.switched_on(_FILTER)
     if not setting or run.setting(r"filter_groups[./]metric$", r"^(?!.*(reward|score))"):
         return
@@ -549,11 +600,18 @@ def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     varies = mean_of(cell, 1.0 * differs) > 0
     equal = (rows["group"] > 0) & ~varies & (count_of(cell) > 1) & in_loss
     if equal.sum() >= max(_SEVERAL, 0.02 * in_loss.sum()):
-        yield setting, f"{len(np.unique(cell[equal])):,} groups with equal rewards are in the loss", equal
+        yield equal, {"setting": setting, "shown": "equal", "num": len(np.unique(cell[equal]))}
 
 
 _LONGEST = r"(max_resp_len|max_response_length|max_generate_length)$"
 _PENALISES_CUT = r"(^|[./])((missing|non|no)_?eos_?penalty|mask_no_eos_with_zero|stop_properly_penalty\w*)$"
+
+
+_PENALTY_MISSING = data_fault("penalty_missing", "a penalty is not applied", {
+    "long": "{setting} is recorded, but the rewards of {num:,} responses with clearly more than {limit:,.0f} tokens equal those of others",
+    "truncated": "{setting} is recorded, but the rewards of {num:,} truncated responses equal those of others",
+}, hidden_by=("rewards_unlike_responses",))  # fmt: skip
+_PENALTY_WRONG = data_fault("penalty_wrong", "a penalty is not the declared one", "{setting} is recorded, but rewards of {num:,} responses with more than {limit:,.0f} tokens are not those of shorter ones minus the penalty: it should be {expected:.3g} (median), but is {given:.3g}, so it may be computed from another length")  # fmt: skip
 
 
 def _penalties(run: DataRows) -> Iterator[DataFinding]:
@@ -568,13 +626,13 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
     if buffer and longest and factor != 0 and setting:
         limit = longest - buffer
         over = rows["length"] - limit > 0.05 * buffer
-        what = f"responses with clearly more than {limit:,.0f} tokens"
-        asked.append((setting, over, rows["length"] <= limit, what, False))
+        numbers: dict[str, Any] = {"signal": "long", "setting": setting, "limit": limit}
+        asked.append((numbers, over, rows["length"] <= limit, False))
         yield from _wrong_penalty(run, setting, limit, (factor or 1.0) / buffer)
     if setting := run.setting(_PENALISES_CUT, r"^(true|[1-9].*|0?\.0*[1-9].*)$"):
         cut = (run.ended == "length") & (reward != 0)
-        asked.append((setting, cut, run.ended == "stop", "truncated responses", True))
-    for setting, penalised, others, what, is_notice in asked:
+        asked.append(({"signal": "truncated", "setting": setting}, cut, run.ended == "stop", True))
+    for numbers, penalised, others, is_notice in asked:
         usual = np.unique(reward[known & others])
         over = known & penalised & (len(usual) <= 20)  # many values could equal others by chance
         # The reward may be recorded without its penalty. Then, equal rewards in a group have different advantages.
@@ -583,7 +641,7 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
         if np.isin(reward[over], usual).sum() > 0.95 * over.sum() and (run.is_per_token or not (apart & over).any()):
             shows = over & np.isfinite(rows["advantage"]) & (mean_of(cell, 1.0 * others) > 0)
             is_notice |= run.is_per_token or not shows.any()
-            yield from run.find("penalty_missing", over, least=8, notice=is_notice, setting=setting, what=what)
+            yield from run.find(_PENALTY_MISSING, over, least=8, notice=is_notice, **numbers)
 
 
 def _wrong_penalty(run: DataRows, setting: str, limit: float, slope: float) -> Iterator[DataFinding]:
@@ -605,7 +663,10 @@ def _wrong_penalty(run: DataRows, setting: str, limit: float, slope: float) -> I
     if is_wrong.sum() > 0.5 * over.sum() and (is_wrong & is_usual).sum() < 0.95 * is_wrong.sum():
         given = np.where(penalty > -TINY, penalty, np.inf).min(axis=1)
         numbers = {"limit": limit, "expected": slope * more, "given": given, "setting": setting}
-        yield from run.find("penalty_wrong", is_wrong, least=8, notice=True, **numbers)
+        yield from run.find(_PENALTY_WRONG, is_wrong, least=8, notice=True, **numbers)
+
+
+_KL_MISSING = data_fault("kl_penalty_missing", "the KL penalty is not applied", "{setting} is recorded with a coefficient of {coefficient:g}, but in {num:,} rows, advantages equal those of rows with the same reward and a different KL to the reference (|KL| {kl:.3g} nats, median)", BY_GROUP)  # fmt: skip
 
 
 def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
@@ -626,11 +687,14 @@ def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
     equal = np.abs(advantage - mean_of(cell, np.where(known, advantage, 0.0))) < 1e-4 * size
     if (asked & equal).sum() > 0.95 * asked.sum():
         numbers: dict[str, Any] = {"setting": setting, "coefficient": coefficient, "kl": np.abs(kl) / coefficient}
-        yield from run.find("kl_penalty_missing", asked & equal, least=20, **numbers)
+        yield from run.find(_KL_MISSING, asked & equal, least=20, **numbers)
 
 
 _USE_KL = r"(^|[./_])use_kl(_loss|_in_reward|_penalty)?$"
 _KL_METRIC = re.compile(r"(^|/)(ref_?kl|kl(_(loss|rewards?|penalty|div|ref))?)(/(mean|avg))?$")
+
+
+_KL_IS_ZERO = data_fault("kl_is_zero", "the KL to the reference is always 0", "{name} is logged as 0 at all {num:,} steps, although {setting} is recorded, so the KL term has no effect: the reference was not computed, or it is the policy itself", OF_METRIC)  # fmt: skip
 
 
 def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
@@ -642,10 +706,9 @@ def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
     is_used = run.switched_on(_USE_KL) or not run.setting(_USE_KL, "")
     if names and all(names.values()) and is_used and run.number(KL_COEFFICIENT):
         numbers: dict[str, Any] = {"name": min(names), "setting": run.setting(KL_COEFFICIENT, r"[1-9]")}
-        yield from run.find("kl_is_zero", run.steps > -1, run.steps, **numbers)
+        yield from run.find(_KL_IS_ZERO, run.steps > -1, run.steps, **numbers)
 
 
-_RANDOM = "no shift of the rewards explains this, so the reward is random or belongs to other rows"
 # A token with probability 1 has logprob 0 in both passes, so a step counts only if it has a less likely token.
 _EQUAL = """
 SELECT a.step, bool_and(a.logprobs = b.logprobs) AND min(list_min(a.logprobs)) < -1e-3 AS equal, sum(len(a.logprobs)) AS num, a.iteration > 0 AS is_reused,
@@ -662,6 +725,32 @@ _OTHER_WEIGHTS = 0.2
 """Minimum mean |d| between two passes (nats) that 16-bit rounding cannot explain."""
 
 
+_OF_REFERENCE = "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, d FROM pair('train', '{name}') ORDER BY step, seq_id, position LIMIT 40"
+_APART = "the logprobs of train and {name} differ by {size:.2g} nats on average, more than rounding explains, "
+_AT_START_APART = "before the first update, " + _APART
+
+
+def _apart_words(numbers: Mapping[str, Any]) -> dict[str, str]:
+    finding, num = numbers["finding"], abs(numbers.get("lag", 0))
+    known = {} if finding is None else {"evidence": evidence_text(finding), "cause": finding.title}
+    place = {"place": where_text(numbers)} if "feature" in numbers else {}
+    return {**known, **place, "tokens": f"{num} token{'s' * (num > 1)}"}
+
+
+_REFERENCE_APART = data_fault("reference_apart", "the {name} pass does not match train: {signal}", {
+    "constant": _APART + "because every {name} logprob is {value:g}, so it was not computed",
+    "weights": _AT_START_APART + "so the reference's weights are not the initial policy's, for example because an adapter is missing, or it reads other inputs, such as prompts without their images{feature}",
+    "temperature": _AT_START_APART + "because {evidence}", "other_tokens": _APART + "because {evidence}",
+    "computation": _APART + "because {evidence}",
+    "noise": _APART + "because its logprobs of the same token with the same prefix differ within a step by {own:.2g} nats (rms, in the logit), and train's by {of_train:.2g}, so a random operation, such as dropout, is active in the loss's forward pass",
+    "shifted": _APART + "because each value is recorded {tokens} too {direction} (correlation with train: {moved:.2f} after shifting, {own:.2f} as recorded)",
+}, _OF_REFERENCE, words=_apart_words, signal={
+    "constant": "placeholders", "weights": "different weights or inputs", "temperature": "a different temperature",
+    "computation": "{cause}", "noise": "random noise", "shifted": "shifted by {tokens}", "other_tokens": "values of other tokens",
+}, feature="; the tokens that differ most ({inside:.2g} nats on average, {outside:.2g} elsewhere) are {place} ({covered:.0%} of the tokens)",
+)  # fmt: skip
+
+
 def _reference(run: DataRows) -> Iterator[DataFinding]:
     """Find passes, except train and rollout, with values of other tokens, other settings or changing weights."""
     passes = scored_passes(run.database)
@@ -672,9 +761,8 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
         if not data.num_kept:
             continue
         if data.num_kept >= FEW and np.ptp(data.b) == 0 and np.abs(data.d).mean() > _OTHER_WEIGHTS:
-            text = f"because every {name} logprob is {data.b[0]:g}, so it was not computed"
-            numbers: dict[str, Any] = {"name": name, "what": "placeholders", "when": "", "explanation": text}
-            yield from run.find("reference_apart", run.at >= 0, size=float(np.abs(data.d).mean()), **numbers)
+            numbers: dict[str, Any] = {"name": name, "size": float(np.abs(data.d).mean()), "value": float(data.b[0])}
+            yield from run.find(_REFERENCE_APART, run.at >= 0, signal="constant", **numbers)
             continue
         moved = [*_moved(run, name, data)]
         yield from moved
@@ -685,11 +773,11 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
         for step, size in run.database.connection.execute(_AT_START).fetchall() if name == REFERENCE else ():
             if (size or 0.0) > _OTHER_WEIGHTS and not moved:
                 data = _other_pass(run.database, name, f"{step}:{step}")
-                what, text = "different weights or inputs", _WEIGHTS + _place_text(run, data)
-                for each in find_temperature(data):
-                    what, text = "a different temperature", f"because {TEMPERATURE.sentence(each.finding)}"
-                find = partial(run.find, name=name, what=what, when="before the first update, ", explanation=text)
-                yield from find("reference_apart", run.at >= 0, notice=True, size=size)
+                find = partial(run.find, _REFERENCE_APART, run.at >= 0, notice=True, name=name, size=size)
+                if by_temperature := find_temperature(data):
+                    yield from find(signal="temperature", finding=by_temperature[-1].finding)
+                else:
+                    yield from find(signal="weights", **_place_numbers(run, data))
 
 
 def _other_computation(run: DataRows, data: PairData) -> Iterator[DataFinding]:
@@ -703,19 +791,26 @@ def _other_computation(run: DataRows, data: PairData) -> Iterator[DataFinding]:
     off = means(logit_error(data), data.seq, data.sample.num_sequences)
     is_whole = np.isin(run.rows["step"], data.sample.steps).sum() == len(off)  # a step's first batch is inspected
     if best is not None and best.gain > PLACE_NATS:
-        what, text = best.finding.title, evidence_text(best.finding)
+        numbers: dict[str, Any] = {"signal": "computation", "finding": best.finding}
     elif np.nanmin(off) > allowed_noise(data) and is_whole and not_repeatable(data) == "b":
-        what = "random noise"
-        text = f"its logprobs of the same token with the same prefix differ within a step by {repeats(data).b:.2g} nats (rms, in the logit), and train's by {repeats(data).a:.2g}, so a random operation, such as dropout, is active in the loss's forward pass"
+        numbers = {"signal": "noise", "own": repeats(data).b, "of_train": repeats(data).a}
     else:
         return
     is_certain = best is not None and not (data.sample.a.versions - data.sample.b.versions).filled(1).any()
-    numbers: dict[str, Any] = {"when": "", "explanation": f"because {text}", "size": float(np.abs(data.d).mean())}
-    yield from run.find("reference_apart", run.at >= 0, name=CURRENT, what=what, notice=not is_certain, **numbers)
+    numbers |= {"name": CURRENT, "size": float(np.abs(data.d).mean()), "notice": not is_certain}
+    yield from run.find(_REFERENCE_APART, run.at >= 0, **numbers)
 
 
 # TRL records `ref_model_sync_steps` even if it does not replace the reference.
 _SYNCED = r"(sync|update|reset|refresh|replace|ema|moving)_?(ref|teacher)|ref\w*[_./](\w*_)?(update|reset|ema|refresh)|ref(?!_model)\w*_sync|tr_?dpo|teacher\w*(update|sync|ema|regulari[sz]ation)"
+
+
+_REFERENCE_CHANGES = data_fault("reference_changes", "the {name} pass's weights change during the run", "for the same tokens with the same prefix, {name}'s logprobs differ by {size:.2g} nats from those at earlier steps (median, in the logit, over {num_tokens:,} repeated tokens), {cause}", _OF_REFERENCE, cause={
+    "updated": "so it is updated or reloaded during the run",
+    "updated_or_context": "so it is updated or reloaded during the run, or reads a context that is not recorded",
+    "policy": "and then equal train's up to rounding, so it is the policy itself, and the KL to it is about 0",
+})  # fmt: skip
+_REFERENCE_REPLACED = data_fault("reference_replaced", "the {name} pass becomes the policy", "{name} and train differ by up to {size:.2g} nats (rms) before step {start}, but are equal there up to rounding, so {name} was loaded from the policy of that step, for example after a resumption", _OF_REFERENCE)  # fmt: skip
 
 
 def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
@@ -730,13 +825,12 @@ def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[Data
     if pair is not None and pair.num_kept and np.median(logit_error(pair)) > allowed_noise(pair):
         return  # the trainer's values may depend on the other rows in the batch
     steps, known = data.sample.steps[data.seq], np.unique(data.sample.steps)
-    text = "so it is updated or reloaded during the run"
-    if name != REFERENCE:  # a teacher's prompt may contain a hint, such as a solution
-        text = "so it is updated or reloaded during the run, or reads a context that is not recorded"
+    # A teacher's prompt may contain a hint, such as a solution.
+    cause = "updated" if name == REFERENCE else "updated_or_context"
     if np.median(logit_error(data)[steps >= found.since]) < found.size / 10:
-        text = "and then equal train's up to rounding, so it is the policy itself, and the KL to it is about 0"
-    numbers: dict[str, Any] = {"num_tokens": found.tokens, "size": found.size, "explanation": text}
-    yield from run.find("reference_changes", known >= found.since, known, name=name, notice=True, **numbers)
+        cause = "policy"
+    numbers: dict[str, Any] = {"num_tokens": found.tokens, "size": found.size, "cause": cause}
+    yield from run.find(_REFERENCE_CHANGES, known >= found.since, known, name=name, notice=True, **numbers)
 
 
 _FAR = 5.0
@@ -751,38 +845,44 @@ def _replaced_reference(run: DataRows, name: str, data: PairData) -> Iterator[Da
     again = (size <= rounding / _FAR) & (before > _FAR * rounding)
     if again.any() and not again[np.argmax(again) :].all():  # a policy may return to its reference and stay there
         numbers: dict[str, Any] = {"start": int(step[again][0]), "size": float(before[again][0])}
-        yield from run.find("reference_replaced", step >= step[again][0], step, name=name, notice=True, **numbers)
+        yield from run.find(_REFERENCE_REPLACED, step >= step[again][0], step, name=name, notice=True, **numbers)
+
+
+_SAMPLING_CONTRADICTS = data_fault("sampling_contradicts", "the samples contradict a recorded sampling setting", {
+    "temperature": "temperature = {temperature:g} is recorded, but logprob + entropy averages {mean:.2g} nats instead of 0: {is_below_1} a filter that was not recorded, unless likely responses were selected",
+    "top_p": "top_p = {top_p:g} is recorded, but it would have left out {left_out:.1%} of the tokens, judging by their logprobs and entropies",
+}, ENTROPIES.replace("{name}", "train"), is_below_1={True: "neither pass applies it, or sampling applied", False: "sampling applied a lower one or"})  # fmt: skip
+_VERSIONS_WRONG = data_fault("versions_wrong", "{name}'s policy versions do not match its weights", "for the same tokens with the same prefix, {name}'s logprobs differ by {size:.2g} nats from those of the same policy version at earlier steps (median, in the logit, over {num_tokens:,} repeated tokens), so {has_restarted}", BY_VERSION, has_restarted={
+    True: "the version restarted, as after a resume, so it no longer identifies the weights",
+    False: "the recorded version does not increase with each update, or is counted differently from the other pass's",
+})  # fmt: skip
+_NEVER_UPDATED = data_fault("engine_never_updated", "the engine's policy version never grows", "all {num:,} rows inspected after the first update were sampled with policy version {version}, while the trainer's grows to {latest}: the data were sampled beforehand, the trainer's weights never reach the engine, or nothing increments its version", BY_VERSION)  # fmt: skip
 
 
 def _versions(run: DataRows) -> Iterator[DataFinding]:
     """Find versions that do not match the weights, an engine without updates, and sampling settings not applied."""
     if run.sample is None or (data := _compared(run)) is None:
         return
-    if text := unapplied_setting(data):
-        yield from run.find("sampling_contradicts", run.at >= 0, notice=True, explanation=text)
+    if unapplied := unapplied_setting(data):
+        yield from run.find(_SAMPLING_CONTRADICTS, run.at >= 0, notice=True, **unapplied)
     if found := wrong_versions(data):
         (side, moved), known = found, np.unique(run.sample.steps)
         numbers: dict[str, Any] = {"num_tokens": moved.tokens, "size": moved.size, "name": data.names[side]}
-        numbers["explanation"] = _version_text(getattr(run.sample, side), run.sample.steps)
-        yield from run.find("versions_wrong", known >= moved.since, known, notice=True, **numbers)
+        numbers["has_restarted"] = _has_restarted(getattr(run.sample, side), run.sample.steps)
+        yield from run.find(_VERSIONS_WRONG, known >= moved.since, known, notice=True, **numbers)
         return
     trainer, engine = (side.versions.compressed() for side in (run.sample.a, run.sample.b))
     is_whole = run.database.steps == ALL_STEPS and min(len(trainer), len(engine))
     if is_whole and np.ptp(engine) == 0 and np.ptp(trainer) >= MIN_STOPPED:
         numbers, behind = {"version": int(engine[0]), "latest": int(trainer.max())}, data.updates_behind > 0
-        yield from run.find("engine_never_updated", behind, sample=run.sample, notice=True, **numbers)
+        yield from run.find(_NEVER_UPDATED, behind, sample=run.sample, notice=True, **numbers)
 
 
-_WEIGHTS = "so the reference's weights are not the initial policy's, for example because an adapter is missing, or it reads other inputs, such as prompts without their images"
-
-
-def _version_text(side: PassSample, steps: np.ndarray) -> str:
-    """Describe what is wrong with policy versions that do not match the weights."""
+def _has_restarted(side: PassSample, steps: np.ndarray) -> bool:
+    """Return whether the policy version decreases at some step, as after a resume that counts from 0 again."""
     newest = [side.versions[steps == step].max() for step in np.unique(steps)]
     newest = [each for each in newest if each is not np.ma.masked]
-    if any(later < earlier for earlier, later in itertools.pairwise(newest)):
-        return "the version restarted, as after a resume, so it no longer identifies the weights"
-    return "the recorded version does not increase with each update, or is counted differently from the other pass's"
+    return any(later < earlier for earlier, later in itertools.pairwise(newest))
 
 
 def _compared(run: DataRows) -> PairData | None:
@@ -801,15 +901,14 @@ def _pair_data(database: Database, sample: Sample) -> PairData:
     return PairData(trace=database.given[0], sample=sample, sums=sums, keep=sample.compared)
 
 
-def _place_text(run: DataRows, first: PairData) -> str:
+def _place_numbers(run: DataRows, first: PairData) -> dict[str, Any]:
     """Describe the place in the run where the reference differs most. Empty if none stands out at the `first` step."""
     data = _other_pass(run.database, "reference", run.database.steps) if places(first) else None
     place = next((each for each in (places(data) if data else ()) if each.feature not in BY_TIME), None)
     if data is None or place is None:
-        return ""
-    inside, rest = (float(np.abs(data.d[there]).mean()) for there in (place.inside, ~place.inside))
-    there = f"{where_text(place.numbers)} ({place.inside.mean():.0%} of the tokens)"
-    return f"; the tokens that differ most ({inside:.2g} nats on average, {rest:.2g} elsewhere) are {there}"
+        return {}
+    inside, outside = (float(np.abs(data.d[there]).mean()) for there in (place.inside, ~place.inside))
+    return {**place.numbers, "inside": inside, "outside": outside, "covered": float(place.inside.mean())}
 
 
 def _moved(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
@@ -817,39 +916,47 @@ def _moved(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
     own = run.sample
     if own is not None and pearson(own.a.logprobs[own.compared], own.b.logprobs[own.compared]) < 0.5:
         return
-    found: dict[int, tuple[str, str, float] | None] = {}
+    found: dict[int, dict[str, Any]] = {}
     for _ in range(2):  # the second round narrows down the first bad step
         step_of = data.sample.steps[data.seq]
         found |= {int(step): _place_of(data.within(step_of == step)) for step in np.unique(step_of)}
         known = np.array(sorted(found))
-        is_moved = np.array([found[step] is not None for step in known])
+        is_moved = np.array([bool(found[step]) for step in known])
         first = int(is_moved.argmax())
         if not is_moved.any() or is_moved[first:].mean() < 0.8:
             return
         if not first:
             break
         data = _other_pass(run.database, name, f"{known[first - 1]}:{known[first]}")
-    what, explanation, size = found[int(known[first])] or ("", "", 0.0)
-    find = partial(run.find, name=name, what=what, when="", explanation=f"because {explanation}")
-    yield from find("reference_apart", is_moved, known, size=size)
+    yield from run.find(_REFERENCE_APART, is_moved, known, name=name, **found[int(known[first])])
 
 
-def _place_of(data: PairData) -> tuple[str, str, float] | None:
-    """Describe how the other pass's values are misplaced, if they are: a short and a full description, and the mean |d| (nats)."""
+def _place_of(data: PairData) -> dict[str, Any]:
+    """Describe how the other pass's values are misplaced, with the mean |d| (nats). Empty if they are not."""
     size = float(np.abs(data.d).mean())
     if size < MIN_OFF_NATS or pearson(data.a, data.b) > 0.5:
-        return None
+        return {}
     if best := best_lag(data.sample.a.logprobs, data.sample.b.logprobs, data.keep, data.sample.seq, LAGS):
         moved, own, lag = best
-        tokens = f"{abs(lag)} token{'s' * (abs(lag) > 1)}"
-        text = f"each value is recorded {tokens} too {'late' if lag > 0 else 'early'} (correlation with train: {moved:.2f} after shifting, {own:.2f} as recorded)"
-        return f"shifted by {tokens}", text, size
+        direction = "late" if lag > 0 else "early"
+        return {"signal": "shifted", "size": size, "lag": lag, "direction": direction, "moved": moved, "own": own}
     # A few rows resemble others by chance, and shifted rows with equal texts match each other. `best_lag` covers the
     # latter, because it counts each text once.
     fits = [each for each in find_placement(data) if each.tokens[data.keep].mean() > 0.5 and each.gain > PLACE_NATS]
     fits = [each for each in fits if (each.left or 0.0) < REALIGNED_SHARE and each.finding.signal != "moved_rows"]
     best_fit = max(fits, key=lambda each: each.gain, default=None)
-    return ("values of other tokens", evidence_text(best_fit.finding), size) if best_fit else None
+    return {"signal": "other_tokens", "size": size, "finding": best_fit.finding} if best_fit else {}
+
+
+_EQUAL_BITS = "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; "
+_EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS num_equal FROM pair('{a}', '{b}') GROUP BY step ORDER BY step"
+_RATIO_IS_ONE = data_fault("ratio_is_one", "the importance ratio is 1 by construction", {
+    "versions": _EQUAL_BITS + "the weights of {a} are {lag} updates newer than those of {b}",
+    "reused": _EQUAL_BITS + "each batch is used several times, with updates in between",
+    "dtypes": _EQUAL_BITS + "{a} was computed in {dtypes_a}, {b} in {dtypes_b}",
+    "clipped": _EQUAL_BITS + "clipping has no effect, which is correct only with one update per batch",
+}, _EQUAL_BY_STEP)  # fmt: skip
+_REFERENCE_IS_POLICY = data_fault("reference_is_policy", "the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP)  # fmt: skip
 
 
 def _ratios(run: DataRows) -> Iterator[DataFinding]:
@@ -873,7 +980,7 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
         step, is_equal = (np.array([row[at] for row in rows]) for at in (0, 1))
         find = partial(run.find, affected=is_equal, steps=step, a=a, b=b, num_tokens=sum(row[2] for row in equal))
         if a == "reference":
-            yield from find("reference_is_policy", least=max(len(rows), 3), num_steps=len(rows), notice=True)
+            yield from find(_REFERENCE_IS_POLICY, least=max(len(rows), 3), num_steps=len(rows), notice=True)
             continue
         *_, is_reused, lag, contract_a, contract_b = max(equal, key=lambda row: row[4])
         dtypes = [{*re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(key)))} for key in (contract_a, contract_b)]
@@ -882,19 +989,45 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
         # not change the weights.
         is_notice = len(equal) < 2
         if lag > 0:
-            reason = f"the weights of {a} are {lag} updates newer than those of {b}"
+            numbers: dict[str, Any] = {"signal": "versions", "lag": lag}
         elif is_reused or (a == "current" and reuses):
-            reason = "each batch is used several times, with updates in between"
+            numbers = {"signal": "reused"}
         elif all(dtypes) and dtypes[0].isdisjoint(dtypes[1]):
-            reason = f"{a} was computed in {', '.join(dtypes[0])}, {b} in {', '.join(dtypes[1])}"
+            dtypes_a, dtypes_b = map(", ".join, dtypes)
+            numbers = {"signal": "dtypes", "dtypes_a": dtypes_a, "dtypes_b": dtypes_b}
         elif a == "current" and loss is not None and loss.has_clip and loss.denominator == b:
-            reason, is_notice = "clipping has no effect, which is correct only with one update per batch", True
+            numbers, is_notice = {"signal": "clipped"}, True
         else:
             continue
-        yield from find("ratio_is_one", reason=reason, notice=is_notice)
+        yield from find(_RATIO_IS_ONE, notice=is_notice, **numbers)
 
 
 _FILTER = r"(^|[./])((use_)?dynamic_sampling|filter_groups([./]enable)?|filter_zero\w*|zero_variance_filter)$"
+
+
+_FUNCTIONS_UNUSED = data_fault("reward_functions_unused", "some reward functions are not used", "{setting} is recorded, but rows have no reward from {names}, so these functions may not be called", "SELECT step, seq_id, rewards FROM {rows} WHERE cardinality(rewards) > 0 ORDER BY step", words=lambda n: {"names": " and ".join(n["names"])})  # fmt: skip
+_OF_NOTHING = data_fault("rewards_of_nothing", "rewards that no reward function gave", "{num:,} rows have a reward although no reward function gave one", "SELECT step, seq_id, reward, rewards FROM {rows} WHERE reward IS NOT NULL ORDER BY step")  # fmt: skip
+
+
+def _sums(numbers: Mapping[str, Any]) -> dict[str, str]:
+    """Write `weights` and earlier weights (`before`), by reward function, as sums. A constant has an empty name."""
+    sums = {key: numbers[key].items() for key in ("weights", "before") if key in numbers}
+    texts = {
+        key: " + ".join(f"{weight:g} {name}".strip() for name, weight in terms if name or weight).replace("+ -", "- ")
+        for key, terms in sums.items()
+    }
+    return texts | {"declared": ", ".join(f"{name} {weight:g}" for name, weight in numbers.get("declared", {}).items())}
+
+
+_REWARDS_WEIGHTED = data_fault("rewards_weighted", "reward functions are not simply added", {
+    "unlike_recorded": "the reward is {weights}, but the recorded weights are {declared}",
+    "not_recorded": "the reward is {weights}, and no weights are recorded",
+    "changed": "the reward is {weights}, but {before} at earlier steps",
+}, BY_STEP, words=_sums)  # fmt: skip
+_REWARDS_DIFFER = data_fault("rewards_differ", "the reward is not the sum of its parts", {
+    "moved": "the reward is a weighted sum of the reward functions only with {rule}",
+    "some": "the reward is {weights}, except in {num:,} rows, {is_one}",
+}, words=lambda n: _sums(n) | rule_words(n), is_one={True: "where it is {value:g}", False: "where it differs"})  # fmt: skip
 
 
 def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
@@ -906,12 +1039,12 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     setting = run.setting(r"(^|[./])reward_func(tion)?s$", r"^[^<{]*[,\s][^<{]*$")
     listed = [re.split("[:/.]", each)[-1] for each in re.split(r"[,\s\[\]()'\"]+", setting.partition(" = ")[2]) if each]
     if {*names} <= {*listed} and (lost := [each for each in dict.fromkeys(listed) if each not in names]):
-        yield from run.find("reward_functions_unused", is_given, setting=setting, names=" and ".join(lost), notice=True)
+        yield from run.find(_FUNCTIONS_UNUSED, is_given, setting=setting, names=lost, notice=True)
     step, reward, parts = run.rows["step"][rows], run.rows["reward"][rows], parts[rows]
     find = partial(run.find, rows=rows)
     missing = np.isfinite(reward) & np.isnan(parts).all(axis=1)
     # If rows without parts have different rewards, these come from another source, so the finding is only a notice.
-    yield from find("rewards_of_nothing", missing, notice=len({*reward[missing]}) > 1)
+    yield from find(_OF_NOTHING, missing, notice=len({*reward[missing]}) > 1)
     if np.isfinite(reward).sum() >= 20 and np.ptp(reward[np.isfinite(reward)]):
         yield from _part_causes(run, rows)
     there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
@@ -929,9 +1062,8 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
                 return np.asarray(np.round(found * np.r_[np.ones(len(names)), constant], 3))
         return None
 
-    def text(weights: np.ndarray) -> str:
-        pairs = zip(weights, (*names, ""), strict=True)
-        return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight).replace("+ -", "- ")
+    def by_name(weights: np.ndarray) -> dict[str, float]:
+        return dict(zip((*names, ""), weights.tolist(), strict=True))
 
     declared = run.weights
     recorded = np.array([declared.get(name, np.nan) for name in names])
@@ -939,31 +1071,28 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         used = np.abs(parts[there]).max(axis=0) > 0
         is_off = bool((np.abs(weights[:-1] - recorded)[used] > 0.01).any())
         if is_off or (not declared and (np.ptp(weights[:-1][used]) > 0.01 or weights[-1])):
-            shown = ", ".join(f"{name} {weight:g}" for name, weight in declared.items())
-            contrast = f"but the recorded weights are {shown}" if declared else "and no weights are recorded"
-            numbers: dict[str, Any] = {"explanation": text(weights), "contrast": contrast, "notice": not is_off}
-            yield from find("rewards_weighted", step > -1, **numbers)
+            signal = "unlike_recorded" if declared else "not_recorded"
+            numbers: dict[str, Any] = {"weights": by_name(weights), "declared": declared, "notice": not is_off}
+            yield from find(_REWARDS_WEIGHTED, step > -1, signal=signal, **numbers)
         return
     steps, at = np.unique(step, return_inverse=True)
     is_exact_at_ends = all(weights_of(reward, step == end) is not None for end in (steps[0], steps[-1]))
     for since in steps[1:] if is_exact_at_ends else ():
         before, after = weights_of(reward, step < since), weights_of(reward, step >= since)
         if before is not None and after is not None:
-            numbers = {"explanation": text(after), "contrast": f"but {text(before)} at earlier steps"}
-            yield from find("rewards_weighted", step >= since, notice=not declared, **numbers)
+            numbers = {"signal": "changed", "weights": by_name(after), "before": by_name(before)}
+            yield from find(_REWARDS_WEIGHTED, step >= since, notice=not declared, **numbers)
             return
     for name, place in shifted(at).items():
         if weights_of(np.append(reward, np.nan)[place]) is not None:
-            shift = f"a weighted sum of the reward functions only with {name}"
-            yield from find("rewards_differ", step > -1, explanation=shift)
+            yield from find(_REWARDS_DIFFER, step > -1, signal="moved", rule=name)
             return
     usual = np.where(np.isnan(recorded), 1.0, recorded)
     off = there & (np.abs(parts @ usual - reward) > least)
     if 0 < off.sum() < 0.4 * there.sum():
-        values = np.unique(reward[off])
-        instead = f"where it is {values[0]:g}" if len(values) == 1 else "where it differs"
-        explanation = f"{text(np.r_[usual, 0.0])}, except in {off.sum():,} rows, {instead}"
-        yield from find("rewards_differ", off, notice=True, explanation=explanation)
+        numbers = {"weights": by_name(np.r_[usual, 0.0]), "value": float(reward[off][0])}
+        numbers["is_one"] = bool(np.ptp(reward[off]) == 0)
+        yield from find(_REWARDS_DIFFER, off, signal="some", notice=True, **numbers)
 
 
 _GRADES_ANSWER = re.compile(
@@ -971,6 +1100,18 @@ _GRADES_ANSWER = re.compile(
 )
 """Reward functions by which the responses of a group are meant to differ."""
 _PENALTY = re.compile(r"(?i)penal|overlong|repeti")
+
+
+_IDLE = " ({num:,} rows), while other reward functions vary"
+_FUNCTION_CONSTANT = data_fault("reward_function_constant", "some reward functions are constant", {"always": "{values}" + _IDLE, "since": "from step {start} on, {name} always returns {value:g}" + _IDLE}, words=lambda n: {
+    "values": " and ".join(
+        f"{name} returns one value per step for all its rows" if value is None else f"{name} always returns {value:g}"
+        for name, value in n.get("values", {}).items()
+    )
+})  # fmt: skip
+_COUNT_MASKED = data_fault("rewards_count_masked", "a length penalty counts masked tokens", "{name} depends only on the number of response tokens, including tokens outside the loss, such as tool output, which {num:,} rows contain")  # fmt: skip
+_OF_TRUNCATED = data_fault("rewards_of_truncated", "truncated responses all get the same reward", "{name} gives {value:g} to all {num:,} truncated responses, but to few finished ones", is_often_intended=True)  # fmt: skip
+_DIFFER_BY_ONE = data_fault("groups_differ_by_one", "groups are kept because of one reward function", "in {num_groups:,} groups, rewards differ only in {name}, so {setting} has not filtered them out")  # fmt: skip
 
 
 def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
@@ -982,7 +1123,7 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     with np.errstate(over="ignore"):
         varies = [np.std(values[np.isfinite(values)]) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
     # A penalty may never apply, and the policy may always earn the maximum of a simple function.
-    idle: dict[str, str] = {}
+    idle: dict[str, float | None] = {}
     for name, values in zip(names, parts[rows].T, strict=True):
         given, at = values[known := np.isfinite(values)], np.unique(run.at[rows][known], return_inverse=True)[1]
         if not len(given) or _PENALTY.search(name):
@@ -991,20 +1132,18 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
             np.abs(given - mean_of(at, given)).max() <= TINY * np.abs(given).max() and np.bincount(at).min() >= 8
         )
         if np.ptp(given) == 0 and given[0] != 1:
-            idle[name] = f"{name} always returns {given[0]:g}"
+            idle[name] = float(given[0])
         elif np.ptp(given) and is_by_step and at.max() >= 4 and len(np.unique(run.cell[rows][known])) > 2 * at.max():
-            idle[name] = f"{name} returns one value per step for all its rows"
+            idle[name] = None
     if idle and any(varies):
-        yield from run.find(
-            "reward_function_constant", rows > -1, rows=rows, explanation=" and ".join(idle.values()), notice=True
-        )
+        yield from run.find(_FUNCTION_CONSTANT, rows > -1, rows=rows, signal="always", values=idle, notice=True)
     for name, values in zip(names, parts.T, strict=True) if any(varies) else ():
         if name in idle:
             continue
         stuck = _stuck(run, np.sign(run.weights.get(name, 1.0)) * values) if np.isfinite(values).any() else None
         if stuck and not stuck[1] and not _PENALTY.search(name):
-            text = f"from step {run.steps[run.at[stuck[0]].min()]} on, {name} always returns {values[stuck[0]][0]:g}"
-            yield from run.find("reward_function_constant", stuck[0], explanation=text)
+            start, value = int(run.steps[run.at[stuck[0]].min()]), float(values[stuck[0]][0])
+            yield from run.find(_FUNCTION_CONSTANT, stuck[0], signal="since", start=start, name=name, value=value)
     for name, values, deviation in zip(names, parts[rows].T, varies, strict=True):
         known = np.isfinite(values)
         if not deviation:
@@ -1018,14 +1157,14 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
 
         of_length = is_function_of(length)
         if of_length and has_tools.sum() >= 10 and not is_function_of(loss_length):
-            yield from run.find("rewards_count_masked", known & has_tools, rows=rows, name=name, notice=True)
+            yield from run.find(_COUNT_MASKED, known & has_tools, rows=rows, name=name, notice=True)
         same = known & cut
         # A length penalty is meant for truncated responses, and these seldom earn the reward for the right answer.
         if of_length or deviation == max(varies) or min(same.sum(), ended.sum()) < 8:
             continue
         value = float(values[same][0])
         if np.ptp(values[same]) == 0 and np.mean(values[ended] == value) < 0.15:
-            yield from run.find("rewards_of_truncated", same, rows=rows, name=name, value=value, notice=True)
+            yield from run.find(_OF_TRUNCATED, same, rows=rows, name=name, value=value, notice=True)
     if len(names) < 2 or not (is_filtered := run.switched_on(_FILTER)):
         return
     cell, filled = numbered(run.labels[rows], run.at[rows]), np.nan_to_num(parts[rows]).T
@@ -1035,7 +1174,7 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
         num = len(np.unique(cell[kept]))
         if num >= max(_SEVERAL, 0.05 * len(np.unique(cell))) and not _GRADES_ANSWER.search(name):
             numbers: dict[str, Any] = {"num_groups": num, "name": name, "setting": is_filtered}
-            yield from run.find("groups_differ_by_one", kept, rows=rows, notice=True, **numbers)
+            yield from run.find(_DIFFER_BY_ONE, kept, rows=rows, notice=True, **numbers)
 
 
 _RETURNS = """
@@ -1052,23 +1191,39 @@ _KL_JUMP = 5.0
 """Maximum factor by which a controller changes the KL coefficient between two steps."""
 
 
+_PER_TOKEN = (
+    "in {num:,} rows, each token's advantage is {factor:.3g} times {lag} token's logprob difference {name} - train"
+)
+_OF_PASS = data_fault("advantages_of_pass", "distillation advantages {signal}", {
+    "sign": _PER_TOKEN + ", so training moves the policy away from {name}, apart from a constant for each row",
+    "other_tokens": _PER_TOKEN + ", apart from a constant for each row",
+}, lag={0: "its", 1: "the previous", -1: "the next"}, signal={
+    "sign": "have the wrong sign", "other_tokens": "belong to other tokens",
+})  # fmt: skip
+
+
 def _distilled(run: DataRows, other: str, step: np.ndarray, row: np.ndarray, a: np.ndarray, kl: np.ndarray, place: np.ndarray) -> list[DataFinding] | None:  # fmt: skip
     """Return what is wrong with token advantages that are the logprob difference other - train of some token, up to a
     factor and a constant for each row. None if they are not."""
     rows, first = np.unique(row, return_index=True)
-    for lag, token in {0: "its", 1: "the previous", -1: "the next"}.items() if kl.any() else ():
+    for lag in (0, 1, -1) if kl.any() else ():
         at = np.arange(max(lag, 0), len(a) + min(lag, 0))
         at = at[(row[at - lag] == row[at]) & (place[at - lag] == place[at] - lag)]
         cells, cell = np.unique(row[at], return_inverse=True)
         fit = exact_fits(a[at], -kl[at - lag, None], cell) if len(at) else None
         if fit and fit.hold and is_constant(fit.slopes[:, 0]):
             factor = float(np.nanmedian(fit.slopes))
-            what = "have the wrong sign" if factor < 0 else "belong to other tokens"
-            text = f"{factor:.3g} times {token} token's logprob difference {other} - train"
-            text += f", so training moves the policy away from {other}" * (factor < 0)
             affected = np.isin(rows, cells[fit.fits]) & (factor < 0 or lag != 0)
-            return [*run.find("advantages_of_pass", affected, step[first], what=what, name=other, explanation=text)]
+            numbers: dict[str, Any] = {"signal": "sign" if factor < 0 else "other_tokens", "factor": factor, "lag": lag}
+            return [*run.find(_OF_PASS, affected, step[first], name=other, **numbers)]
     return None
+
+
+_VARY = data_fault("advantages_vary", "advantages vary within responses", {
+    "returns": "in {num:,} rows, advantages vary within the response{setting}{factor}",
+    "rows": "in {num:,} rows, advantages vary within the response: in each row, they have mean 0 and standard deviation 1, as if they were normalised within the row, which removes its reward",
+    "parts_of_rows": "in {num:,} rows, advantages vary within the response: at each step, the values of later tokens are the same linear function of the first tokens' values in all rows, as if parts of rows, such as context-parallel shards, were normalised separately",
+}, hidden_by=("advantages_misplaced",), is_often_intended=True, setting=", although {setting} implies one advantage per response", factor="; they decay by a factor of {factor:.4g} per token towards the start")  # fmt: skip
 
 
 def _normalised_apart(run: DataRows, step: np.ndarray, row: np.ndarray, a: np.ndarray, place: np.ndarray) -> Iterator[DataFinding]:  # fmt: skip
@@ -1078,8 +1233,7 @@ def _normalised_apart(run: DataRows, step: np.ndarray, row: np.ndarray, a: np.nd
     unit = np.fmin(np.abs(spread - 1), np.abs(spread * np.sqrt(num / np.maximum(num - 1, 1)) - 1))
     asked, is_normal = (num > 2) & (np.abs(mean) + spread > TINY), (np.abs(mean) < 1e-3) & (unit < 1e-3)
     if (asked & is_normal).sum() > 0.95 * asked.sum() >= 20:
-        text = ": in each row, they have mean 0 and standard deviation 1, as if they were normalised within the row, which removes its reward"
-        yield from run.find("advantages_vary", asked & is_normal, step[first], explanation=text)
+        yield from run.find(_VARY, asked & is_normal, step[first], signal="rows")
         return
     # The first token whose value differs from the row's first value, if it directly follows tokens with that value.
     second, differs = 0 * first, np.flatnonzero(np.abs(a - a[first][cell]) > TINY * np.abs(a).max(initial=0))[::-1]
@@ -1089,8 +1243,7 @@ def _normalised_apart(run: DataRows, step: np.ndarray, row: np.ndarray, a: np.nd
     if known.sum() > max(20, 0.5 * len(known)):
         fit = exact_fits(a[second][known], a[first][known, None], np.unique(step[first][known], return_inverse=True)[1])
         if fit.fits.sum() >= max(3, 0.95 * len(fit.fits)) and np.ptp(fit.slopes[fit.fits]) > 1e-3:
-            text = ": at each step, the values of later tokens are the same linear function of the first tokens' values in all rows, as if parts of rows, such as context-parallel shards, were normalised separately"
-            yield from run.find("advantages_vary", known, step[first], explanation=text, notice=True)
+            yield from run.find(_VARY, known, step[first], signal="parts_of_rows", notice=True)
 
 
 def _outcomes(run: DataRows) -> Iterator[DataFinding]:
@@ -1108,12 +1261,11 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
         return (max((pearson(each, r) for each in others), key=abs) if is_known else np.nan), error
 
     is_short = length < np.maximum.reduceat(length, np.unique(at, return_index=True)[1])[at]
-    kinds = {" in rows shorter than their step's longest": is_short, " in truncated rows": run.ended == "length"}
-    for text, early in kinds.items():
+    for part, early in {"shorter": is_short, "truncated": run.ended == "length"}.items():
         (here, error), (rest, _) = related(known & early), related(known & ~early)
         if abs(here) < error < 0.25 and rest > max(0.8, 4 * abs(here)):
-            find = partial(run.find, affected=known & early, explanation=f"{text}, but {rest:.3f} in the others")
-            yield from find("advantages_unrelated", correlation=here, error=error, scope="step", notice=True)
+            numbers: dict[str, Any] = {"correlation": here, "error": error, "scope": "step", "part": part, "rest": rest}
+            yield from run.find(UNRELATED, known & early, notice=True, **numbers)
             return
     own, error = related(known)
     if abs(own) < error and known.sum() >= 200:
@@ -1121,10 +1273,21 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
         fits = {name: float(np.nan_to_num(related(known, moved)[0])) for name, moved in moves.items()}
         best = max(fits, key=fits.__getitem__)
         is_moved = fits[best] > max(0.5, 3 * error)
-        text = best if is_moved else "; this is also the case if a critic predicts the rewards"
-        code = "rewards_of_other_rows" if is_moved else "advantages_unrelated"
-        find = partial(run.find, affected=known, explanation=text, notice=not is_moved)
-        yield from find(code, correlation=own, error=error, scope="step", fit=fits[best])
+        numbers = {"correlation": own, "error": error, "scope": "step", "fit": fits[best]}
+        if is_moved:
+            yield from run.find(OF_OTHER_ROWS, known, rule=best, **numbers)
+        else:
+            yield from run.find(UNRELATED, known, notice=True, part="all", **numbers)
+
+
+_RETURNS_MIXED = data_fault(*MIXED, mixed_rules({
+    "masked_decay": "a decay of {factor:.4g} per token over masked tokens as well, as if these counted toward the loss",
+    "kl_sign": "a KL term with the wrong sign: in units of the reward, the coefficient of the logprob difference train - reference is {coefficient:+.3g}, but {is_whole} at other steps",
+    "kl_size": "a KL term with a different magnitude: in units of the reward, the coefficient of the logprob difference train - reference is {coefficient:+.3g}, but {is_whole} at other steps",
+    "masked_end": "no share of the return before masked tokens, although advantages after these tokens follow the reward",
+    "masked_kl": "the KL penalty of masked tokens, although these tokens do not count toward the loss",
+    "lost": "no fixed relation to the next token's advantage and the KL penalty, although they have one at earlier steps",
+}), hidden_by=("not_finite",), is_whole={True: "negative, as for a penalty,", False: "{elsewhere:+.3g}"})  # fmt: skip
 
 
 def _returns(run: DataRows) -> Iterator[DataFinding]:
@@ -1171,26 +1334,34 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
         if slope > 0 and np.std(fitted[1] * kl[i][near]) > 100 * error:
             size[number] = fitted[1] / slope
     holds, fails, known = np.isfinite(gamma), np.isinf(gamma), np.flatnonzero(np.isfinite(size))
-    implied = f", although {run.group_setting} implies one advantage per response" if run.group_setting else ""
-    factor = np.median(gamma[holds]) if holds.any() else 1.0
-    if 0.5 < factor < 0.999:
-        implied += f"; they decay by a factor of {factor:.4g} per token towards the start"
-    text = f"a decay of {factor:.4g} per token over masked tokens as well, as if these counted toward the loss"
-    yield from run.find("advantages_mixed", np.isin(rows, row[runs_on]), at, least=8, notice=True, rule=text)
-    if implied and not is_distilled:
-        yield from run.find("advantages_vary", run.rows["is_per_token"], notice=True, explanation=implied)
-    size, off, which = size[known], size[known] > 0, "the wrong sign"
+    factor = float(np.median(gamma[holds])) if holds.any() else 1.0
+    affected = np.isin(rows, row[runs_on])
+    yield from run.find(_RETURNS_MIXED, affected, at, least=8, notice=True, signal="masked_decay", factor=factor)
+    per_token = factor if 0.5 < factor < 0.999 else None
+    if (run.group_setting or per_token) and not is_distilled:
+        numbers: dict[str, Any] = {"signal": "returns", "setting": run.group_setting, "factor": per_token}
+        yield from run.find(_VARY, run.rows["is_per_token"], notice=True, **numbers)
+    size, off, signal = size[known], size[known] > 0, "kl_sign"
     jumps = np.minimum.accumulate(np.abs(size[::-1]))[::-1][1:] > _KL_JUMP * np.maximum.accumulate(np.abs(size))[:-1]
     if not off.any() and jumps[2:-2].any():
-        off, which = np.arange(len(known)) > np.argmax(jumps), "a different magnitude"
-    usual = "negative, as for a penalty,"
-    here, elsewhere = (f"{np.median(size[each]):+.3g}" if each.any() else usual for each in (off, ~off))
+        off, signal = np.arange(len(known)) > np.argmax(jumps), "kl_size"
+    here, elsewhere = (float(np.median(size[each])) if each.any() else None for each in (off, ~off))
+    numbers = {"coefficient": here, "elsewhere": elsewhere, "is_whole": elsewhere is None}
     is_lost = min(len(known), fails.sum()) > 4 and np.flatnonzero(holds)[-1] < np.argmax(fails)
-    for affected, rule in (
-        (np.isin(at, steps[known[off]]), f"a KL term with {which}: in units of the reward, the coefficient of the logprob difference train - reference is {here}, but {elsewhere} at other steps"),
-        (np.isin(rows, row[resets]), "no share of the return before masked tokens, although advantages after these tokens follow the reward"),
-        (np.isin(rows, row[leaks]), "the KL penalty of masked tokens, although these tokens do not count toward the loss"),
-        (np.isin(at, steps[fails & is_lost]), "no fixed relation to the next token's advantage and the KL penalty, although they have one at earlier steps"),
+    yield from run.find(_RETURNS_MIXED, np.isin(at, steps[known[off]]), at, least=8, signal=signal, **numbers)
+    for affected, signal in (
+        (np.isin(rows, row[resets]), "masked_end"), (np.isin(rows, row[leaks]), "masked_kl"),
+        (np.isin(at, steps[fails & is_lost]), "lost"),
     ):  # fmt: skip
-        yield from run.find("advantages_mixed", affected, at, least=8, rule=rule)
+        yield from run.find(_RETURNS_MIXED, affected, at, least=8, signal=signal)
     yield from () if is_distilled else _normalised_apart(run, step, row, a, place)
+
+
+FAULTS = {
+    (fault.code, signal): fault
+    for module in (vars(advantages), vars(metrics), vars(token_checks), globals())
+    for fault in [*module.values()]
+    if isinstance(fault, DataFault)
+    for signal in fault.evidence
+}
+"""Code and signal of a data finding -> its fault."""

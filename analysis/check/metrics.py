@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..trace.columns import attempts, passes_with, scored_passes
 from ..trace.ragged import counted, fitted
 from .advantages import CLOSE, TINY, DataRows, count_of, mean_of
 from .features import pearson
-from .finding import DataFinding
+from .finding import BY_STEP, DataFault, DataFinding, data_fault
 
 _EXACT, _SCALED = 1e-4, 1e-3
 """Largest error of a reported average, relative to the logged values: for rows' values as recorded, and for multiples of
@@ -47,21 +48,65 @@ _SCALE = r"(^|[./_])reward_scal(e|ing)(_factor)?$"
 _EVALUATED = r"^(eval|val|valid|validation|test)[-_/].*(reward|score|acc|pass@|mean@|best@)"
 _LEARNING_RATE = r"(^|[/_])(lr|learning_rate)$"
 _SCHEDULED = r"(^|[/_])(lr|learning_rate|kl_coef|entropy_coeff?)($|[/_-])"
-_TRAJECTORIES = "the mean over trajectories"
-_IN_LOSS, _WHOLE = "the mean number of tokens in the loss", "the mean length of prompt and response"
+_AVERAGES = {
+    "loss_tokens": "the mean over the loss tokens", "rows": "the mean over all rows", "all_tokens": "the mean over all tokens, including masked ones",
+    "padded": "{over} and the padding", "by_length": "{over}, weighted by length", "with_zeros": "{over}, with 0 for rows without a value",
+    "group_best": "the mean of the groups' largest values", "row_means": "the mean of the rows' means", "group_means": "the mean of the groups' means",
+    "trajectories": "the mean over trajectories", "with_truncated": "the mean over all rows, including truncated ones",
+    "lag": "the mean number of updates behind the trainer", "extreme_lag": "the {last}imum number of updates behind the trainer",
+    "varied_groups": "the mean of the rows of groups with different rewards",
+    "with_advantage": "the mean of the rows with an advantage other than 0", "in_loss": "the mean of the rows with tokens in the loss",
+    "finished": "the mean of the rows that were not truncated", "first_of_group": "the mean of the first row of each group",
+    "first_part": "the mean of the first {last} of the rows", "last_part": "the mean of the last {last} of the rows", "every_row": "the mean of every {last} row",
+    "part": "the mean of {last}", "parts": "the mean of the reward functions' unweighted sum",
+    "deviation": "the standard deviation of the rewards within {last}", "deviation_of_parts": "the standard deviation of the reward functions' unweighted sum within {last}",
+    "trajectory_length": "the mean number of tokens per trajectory", "loss_length": "the mean number of tokens in the loss",
+    "whole_length": "the mean length of prompt and response", "extreme": "the {last}imum over the rows",
+    "sum_of_row": "the sum per row", "sum_of_loss": "the sum over the loss tokens",
+    "sum_by_all": "the sum over the loss tokens divided by the number of all tokens, including masked ones",
+    "sum_with_padding": "the sum over each row and its padding, with a placeholder logprob of 1 (TRL's) for padding",
+    "over_longest": "each row's sum over the longest length", "clip_without_effect": "the share of tokens where the clip has no effect",
+    "beyond_clip": "the share of tokens beyond either bound, whether clipped or not", "evaluation_rows": "the mean over all evaluation rows",
+    "evaluation_best": "the mean of each prompt's best row",
+    "loss_terms": "{first} {sign} {weight:.4g} {term}, although the coefficient is {declared:g}",
+}  # fmt: skip
+"""Average -> phrase. What follows a colon in an average's name replaces `{last}`, or, if it is an average, `{over}`."""
+
+
+def _average_text(numbers: Mapping[str, Any]) -> str:
+    name, _, last = str(numbers["of"]).partition(":")
+    text = _AVERAGES[name].format_map({**numbers, "last": last, "over": _AVERAGES.get(last, "")})
+    text = f"the mean over rows of {text}" if numbers.get("by_row") else text
+    if times := numbers.get("divided_by"):
+        text += f", divided by {times:.0f}"
+    elif times := numbers.get("multiplied_by"):
+        text += f", multiplied by {times:.4g}"
+    return text + ", with the wrong sign" if numbers.get("is_negative") else text
+
+
+def _of_average(numbers: Mapping[str, Any]) -> dict[str, str]:
+    others = (f"; {other['name']} is {_average_text(other)}" for other in numbers["others"])
+    return {"of": _average_text(numbers), "others": "".join(others)}
+
+
+_CONTRADICTS = data_fault("metric_contradicts", "a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}{is_lost}{per_padding}", BY_STEP, is_lost=", so a missing or masked value may have been included", per_padding=", an error of about {per_padding:.3g} for each padding position, so padding may be included")  # fmt: skip
+_OF_OTHERS = data_fault("metric_of_others", "a logged metric is not the mean of its values", "{name} is {of}: it is logged as {logged:.4g} at step {step}, but the recorded values give {recorded:.4g}{others}", BY_STEP, words=_of_average)  # fmt: skip
+_LATE = data_fault("metric_late", "a logged metric belongs to another step", "at all {num:,} logged steps, {name} is logged one step {late} the rows that it averages, so values are assigned to the wrong step", BY_STEP)  # fmt: skip
 _Logged = dict[str, dict[int, float]]
 """Metric -> step -> value."""
 
 
 class _Average(NamedTuple):
     of: str
-    """What the average covers, in words."""
+    """What the average covers: a key of _AVERAGES, possibly with a value that its phrase contains."""
     values: np.ndarray
     """[R] or [S], NaN where a step has none."""
     kind: str = "right"
     """`right`, or, if a metric should not be this average, `wrong`, or `notice` if that may be intended."""
     error: np.ndarray | None = None
     """[R] or [S] largest likely distance from the average over other rows. None if only exact values are compared."""
+    times: Mapping[str, Any] = MappingProxyType({})
+    """The factor by which logged values differ from the average, and whether it is a mean over rows of another average."""
 
 
 class _StepRows:
@@ -96,40 +141,39 @@ class _StepRows:
 
     @cached_property
     def subsets(self) -> list[tuple[str, np.ndarray, str]]:
-        """Rows over which a mean may have been taken instead of all rows: description, rows ([N] bool), and kind."""
+        """Rows over which a mean may have been taken instead of all rows: name, rows ([N] bool), and kind."""
         index = np.arange(len(self.at))
         first, place = np.isin(index, np.unique(self.cell, return_index=True)[1]), index - self.starts[self.at]
         ended, size = self.run.ended[self.kept], self.size
         found = [
-            ("the rows of groups with different rewards", self.varies, "notice"),
-            ("the rows with an advantage other than 0", np.nan_to_num(self["advantage"]) != 0, "notice"),
-            ("the rows with tokens in the loss", self["loss_length"] > 0, "notice"),
-            ("the rows that were not truncated", (ended != "length") & (ended != ""), "notice"),
-            ("the first row of each group", first, "notice"),
+            ("varied_groups", self.varies, "notice"),
+            ("with_advantage", np.nan_to_num(self["advantage"]) != 0, "notice"),
+            ("in_loss", self["loss_length"] > 0, "notice"),
+            ("finished", (ended != "length") & (ended != ""), "notice"),
+            ("first_of_group", first, "notice"),
         ]
         for word, nth, by in (("half", "second", 2), ("quarter", "fourth", 4), ("eighth", "eighth", 8)):
-            found += [(f"the first {word} of the rows", place < size // by, "wrong"), (f"the last {word} of the rows", place >= size - size // by, "wrong"), (f"every {nth} row", place % by == 0, "wrong")]  # fmt: skip
+            found += [(f"first_part:{word}", place < size // by, "wrong"), (f"last_part:{word}", place >= size - size // by, "wrong"), (f"every_row:{nth}", place % by == 0, "wrong")]  # fmt: skip
         return found
 
     def averages(self, num: np.ndarray, den: np.ndarray, *, tokens: bool, error: str = "") -> Iterator[_Average]:
         """Yield right and wrong averages of values whose sum in each row is `num`, over `den` values ([N] each)."""
         has, length, ones = den > 0, self.length, self.ones
-        values, over = np.divide(num, den, out=0.0 * num, where=has), "the loss tokens" if tokens else "all rows"
-        whole = f"the mean over {over}"
+        values, whole = np.divide(num, den, out=0.0 * num, where=has), "loss_tokens" if tokens else "rows"
         yield _Average(whole, self.mean(values, den), error=self._error(values, has, error))
         by_group, best = has / np.maximum(np.bincount(self.cell, has)[self.cell], 1), np.full(len(self.at), -np.inf)
         np.maximum.at(best, self.cell, np.where(has, values, -np.inf))
         is_padded = self.loss is not None and self.loss.aggregation == "constant"
         for of, each, weights, kind in (
-            *((f"{whole} and the padding", num / width, ones, "right" if is_padded else "wrong") for width in (self.widths if tokens else ())),
-            *((("the sum per row", num, ones, "right"),) if tokens else ()),
-            (f"{whole}, weighted by length", values, has * length, "right" if tokens else "wrong"),
-            ("the mean of the groups' largest values", best[self.cell], by_group, "notice"),
-            ("the mean of the rows' means", values, has, "right"),
-            ("the mean of the groups' means", values, by_group, "right"),
-            (_TRAJECTORIES, values, has & ~np.isin(self.kept, self.run.continued[0]), "right"),
-            (f"{whole}, with 0 for rows without a value", values, ones, "notice"),
-            *((f"the mean of {of}", values, rows * den, kind) for of, rows, kind in self.subsets),
+            *((f"padded:{whole}", num / width, ones, "right" if is_padded else "wrong") for width in (self.widths if tokens else ())),
+            *((("sum_of_row", num, ones, "right"),) if tokens else ()),
+            (f"by_length:{whole}", values, has * length, "right" if tokens else "wrong"),
+            ("group_best", best[self.cell], by_group, "notice"),
+            ("row_means", values, has, "right"),
+            ("group_means", values, by_group, "right"),
+            ("trajectories", values, has & ~np.isin(self.kept, self.run.continued[0]), "right"),
+            (f"with_zeros:{whole}", values, ones, "notice"),
+            *((of, values, rows * den, kind) for of, rows, kind in self.subsets),
         ):  # fmt: skip
             yield _Average(of, self.mean(each, weights), kind)
 
@@ -170,11 +214,11 @@ class _StepRows:
         if not counts.all():
             num = self.sum(known)
             for of, total, kind in (
-                ("the mean over all tokens, including masked ones", self.sum(values), of_all),
-                ("the sum over the loss tokens divided by the number of all tokens, including masked ones", self.sum(values, counts), "wrong"),
+                ("all_tokens", self.sum(values), of_all),
+                ("sum_by_all", self.sum(values, counts), "wrong"),
             ):  # fmt: skip
                 yield _Average(of, self.mean(total / np.maximum(num, 1), num), kind)
-                yield _Average(f"the mean over rows of {of}", self.mean(total / np.maximum(num, 1), num > 0), kind)
+                yield _Average(of, self.mean(total / np.maximum(num, 1), num > 0), kind, None, {"by_row": True})
 
     @cached_property
     def log_ratio(self) -> np.ndarray:
@@ -201,20 +245,20 @@ def _reward(rows: _StepRows, match: re.Match[str]) -> _Averages:
     yield from rows.of_rows(rows["reward"], "rows")
     yield from _scaled(rows, rows["reward"], rows.run.numbers(_SCALE).values())
     names, parts, _is_given = rows.run.parts
-    of_parts = {"the reward functions' unweighted sum": parts.sum(axis=1)} | dict(zip(names, parts.T, strict=True))
+    of_parts = {"parts": parts.sum(axis=1)} | {f"part:{name}": part for name, part in zip(names, parts.T, strict=True)}
     # Metrics with such names may be averages of unweighted or unshaped rewards.
     kind = "notice" if re.search("raw|task|score", match[0]) else "wrong"
     for of, part in of_parts.items() if len(names) > 1 else ():
-        is_named = re.search(rf"(^|[/_]){re.escape(of)}s?($|[/_])", match[0])
-        yield _Average(f"the mean of {of}", rows.mean(part), "right" if is_named else kind)
+        is_named = of != "parts" and re.search(rf"(^|[/_]){re.escape(of[5:])}s?($|[/_])", match[0])
+        yield _Average(of, rows.mean(part), "right" if is_named else kind)
 
 
-def _spreads(rows: _StepRows, values: np.ndarray, of: str = "the rewards", kind: str = "right") -> _Averages:
+def _spreads(rows: _StepRows, values: np.ndarray, of: str = "deviation", kind: str = "right") -> _Averages:
     """Yield standard deviations within groups and within steps, over n and over n - 1 values."""
     for (label, name), less in itertools.product(((rows.cell, "groups"), (rows.at, "steps")), (1, 0)):
         n, x = count_of(label), values - mean_of(label, values)
         size = np.sqrt(mean_of(label, x * x) * n / np.maximum(n - less, 1))
-        yield _Average(f"the standard deviation of {of} within {name}", rows.mean(size, 1.0 / n), kind)
+        yield _Average(f"{of}:{name}", rows.mean(size, 1.0 / n), kind)
 
 
 def _part(rows: _StepRows, match: re.Match[str]) -> _Averages:
@@ -228,25 +272,25 @@ def _part(rows: _StepRows, match: re.Match[str]) -> _Averages:
         return
     yield from _spreads(rows, rows["reward"])
     if len(names) > 1:
-        yield from _spreads(rows, parts.sum(axis=1), "the reward functions' unweighted sum", "wrong")
+        yield from _spreads(rows, parts.sum(axis=1), "deviation_of_parts", "wrong")
 
 
 def _length(rows: _StepRows, match: re.Match[str]) -> _Averages:
     yield from rows.of_rows(rows.length, "rows")
     inside, last = rows["loss_length"], 1.0 * ~np.isin(rows.kept, rows.run.continued[0])
     for each in (rows.length, inside) if not last.all() else ():
-        yield _Average("the mean number of tokens per trajectory", rows.mean(each) / rows.mean(last))
+        yield _Average("trajectory_length", rows.mean(each) / rows.mean(last))
     # Tokens outside the loss, such as tool output, need not count, but a fully masked row still has a length.
     is_whole = (inside == 0).sum() >= 3 and not (inside != rows.length)[inside > 0].any()
-    yield _Average(_IN_LOSS, rows.mean(inside), "notice" if is_whole else "right")
+    yield _Average("loss_length", rows.mean(inside), "notice" if is_whole else "right")
     both, kind = rows.mean(rows.length + rows["prompt_length"]), "right" if match["whole"] else "wrong"
-    yield _Average(_WHOLE, both, kind)
+    yield _Average("whole_length", both, kind)
 
 
 def _finished_length(rows: _StepRows, _: re.Match[str]) -> _Averages:
     ended = rows.run.ended[rows.kept]
     yield from rows.of_rows(np.where((ended != "length") & (ended != ""), rows.length, np.nan), "rows")
-    yield _Average("the mean over all rows, including truncated ones", rows.mean(rows.length), "wrong")
+    yield _Average("with_truncated", rows.mean(rows.length), "wrong")
 
 
 def _advantage(rows: _StepRows, match: re.Match[str]) -> _Averages:
@@ -255,10 +299,10 @@ def _advantage(rows: _StepRows, match: re.Match[str]) -> _Averages:
     if figure := match["figure"]:
         extreme = np.fmax if figure == "max" else np.fmin
         for values in (np.where(inside > 0, advantage, np.nan), advantage):
-            yield _Average(f"the {figure}imum over the rows", extreme.reduceat(values, rows.starts))
+            yield _Average(f"extreme:{figure}", extreme.reduceat(values, rows.starts))
         return
     yield from rows.averages(np.nan_to_num(advantage) * inside, inside, tokens=True, error="rows")
-    yield _Average("the mean over all tokens, including masked ones", rows.mean(np.nan_to_num(advantage), rows.length))
+    yield _Average("all_tokens", rows.mean(np.nan_to_num(advantage), rows.length))
 
 
 def _divergence(rows: _StepRows, _: re.Match[str], a: str, b: str) -> _Averages:
@@ -283,20 +327,17 @@ def _staleness(rows: _StepRows, match: re.Match[str]) -> _Averages:
     for each in (lag, *([np.floor(lag / per_step)] if per_step > 1 else [])):
         if figure := match["figure"]:
             extreme = np.fmax if figure == "max" else np.fmin
-            yield _Average(
-                f"the {figure}imum number of updates behind the trainer", extreme.reduceat(each, rows.starts)
-            )
+            yield _Average(f"extreme_lag:{figure}", extreme.reduceat(each, rows.starts))
         else:
-            yield _Average("the mean number of updates behind the trainer", rows.mean(each))
+            yield _Average("lag", rows.mean(each))
 
 
 def _surprise(rows: _StepRows, _: re.Match[str]) -> _Averages:
     sums = -rows.sum(rows.tokens["train"])
     yield from rows.of_rows(sums, "rows")
-    yield _Average("the sum over the loss tokens", rows.mean(-rows.sum(rows.tokens["train"], rows.tokens["counts"])))
+    yield _Average("sum_of_loss", rows.mean(-rows.sum(rows.tokens["train"], rows.tokens["counts"])))
     for width in rows.widths:
-        of = "the sum over each row and its padding, with a placeholder logprob of 1 (TRL's) for padding"
-        yield _Average(of, rows.mean(sums - (width - rows.length)), "wrong")
+        yield _Average("sum_with_padding", rows.mean(sums - (width - rows.length)), "wrong")
 
 
 def _of_padding(found: _Contradiction, rows: _StepRows, logged: _Logged) -> _Contradiction:
@@ -309,8 +350,8 @@ def _of_padding(found: _Contradiction, rows: _StepRows, logged: _Logged) -> _Con
         is_steady = known.sum() > 3 and padding[known].min() > 0.5 and np.std(each) < 0.15 * abs(np.median(each))
         # Any other error is about the same at all steps as well.
         if is_steady and np.sign(np.median(each)) * pearson(error[known], padding[known]) > 0.8:
-            text = f", an error of about {np.median(each):.3g} for each padding position, so padding may be included"
-            return found._replace(is_notice=False, numbers=found.numbers | {"more": text})
+            numbers = found.numbers | {"per_padding": float(np.median(each)), "is_lost": False}
+            return found._replace(is_notice=False, numbers=numbers)
     return found
 
 
@@ -333,8 +374,8 @@ def _clipped(rows: _StepRows, match: re.Match[str]) -> _Averages:
     side = {"low": advantage < 0, "high": advantage > 0}.get(match["side"] or "", advantage != 0)
     clipped, other = (np.where(np.isfinite(ratio + a), is_clipped(loss, ratio, a) & side, np.nan) for a in (advantage, -advantage))  # fmt: skip
     yield from rows.of_tokens(clipped)
-    for of, kind, share in (("where the clip has no effect", "wrong", other), ("beyond either bound, whether clipped or not", "notice", clipped + other)):  # fmt: skip
-        yield _Average(f"the share of tokens {of}", next(rows.of_tokens(share)).values, kind)
+    for of, kind, share in (("clip_without_effect", "wrong", other), ("beyond_clip", "notice", clipped + other)):  # fmt: skip
+        yield _Average(of, next(rows.of_tokens(share)).values, kind)
 
 
 def _loss(rows: _StepRows, _: re.Match[str]) -> _Averages:
@@ -348,7 +389,7 @@ def _loss(rows: _StepRows, _: re.Match[str]) -> _Averages:
     for each in (terms, *([terms + loss.kl_coefficient * (np.exp(-d) - 1 + d)] if loss.kl_coefficient else [])):
         found = [*rows.of_tokens(each)]
         sums = rows.mean(rows.sum(each, tokens["counts"])) / (loss.max_tokens or np.nan)
-        found += [_Average("each row's sum over the longest length", sums)] if loss.aggregation == "constant" else []
+        found += [_Average("over_longest", sums)] if loss.aggregation == "constant" else []
         # If all rows have the same weight, the mean is 0 by construction.
         least = 1e-3 * float(np.sqrt(np.nanmean(each * each)))
         yield from (average for average in found if np.nanmax(np.abs(average.values), initial=0.0) > least)
@@ -394,7 +435,7 @@ class _Series(NamedTuple):
 
 
 class _Contradiction(NamedTuple):
-    code: str
+    fault: DataFault
     is_notice: bool
     affected: np.ndarray
     steps: np.ndarray
@@ -431,20 +472,18 @@ def check_metrics(run: DataRows) -> Iterator[DataFinding]:
                 if affected.sum() > 2 and not is_interval:
                     at = int(affected.argmax())
                     numbers = _numbers(name, lost[name][int(rows.steps[at])], own[at], rows.steps[at])
-                    numbers["more"] = ", so a missing or masked value may have been included"
-                    found.append(_Contradiction("metric_contradicts", True, affected, rows.steps, numbers))
+                    numbers["is_lost"] = True
+                    found.append(_Contradiction(_CONTRADICTS, True, affected, rows.steps, numbers))
             found += _compare(of_names, rows.steps, logged, needs, is_moved=averages in (_reward, _length))
             if averages is _surprise:
                 found = [_of_padding(each, rows, logged) if each.numbers["name"] in matches else each for each in found]
             if averages in (_reward, _length) and not any(each.numbers["name"] in matches for each in found):
                 found += _extremes(logged, of_names, rows)
-    for code in dict.fromkeys(each.code for each in found):
-        first, *others = sorted((each for each in found if each.code == code), key=lambda each: each.is_notice)
-        first.numbers.setdefault("more", "")
-        if "of" in first.numbers:
-            more = [each.numbers for each in others if each.is_notice == first.is_notice]
-            first.numbers["more"] = "".join(f"; {each['name']} is {each['of']}" for each in more)
-        yield from run.find(code, first.affected, first.steps, notice=first.is_notice, **first.numbers)
+    for fault in dict.fromkeys(each.fault for each in found):
+        first, *others = sorted((each for each in found if each.fault is fault), key=lambda each: each.is_notice)
+        if fault is _OF_OTHERS:
+            first.numbers["others"] = [each.numbers for each in others if each.is_notice == first.is_notice]
+        yield from run.find(fault, first.affected, first.steps, notice=first.is_notice, **first.numbers)
     yield from _schedules(run, logged)
 
 
@@ -487,7 +526,7 @@ def _compare(
         value, own, known = found[name, by].value, found[name, by].steps, np.isfinite(found[name, by].value)
         if by and name in unlike and known.sum() > 3 and _is_exact(value, found[name, by].mean):
             late = {"name": name, "late": "after" if by > 0 else "before"}
-            yield _Contradiction("metric_late", True, known[known], own[known], late)
+            yield _Contradiction(_LATE, True, known[known], own[known], late)
             return
     wrong = []
     for (name, by), (averages, own, value, mean, off, is_sample) in found.items():
@@ -501,10 +540,10 @@ def _compare(
         recorded, off = (average.values, differs) if average else (mean, off)
         worst = int(np.argmax(np.where(off, np.abs(value - recorded), -1.0)))
         numbers = _numbers(name, value[worst], recorded[worst], own[worst])
-        code, of = ("metric_of_others", {"of": average.of}) if average else ("metric_contradicts", {})
+        fault, of = (_OF_OTHERS, {"of": average.of, **average.times}) if average else (_CONTRADICTS, {})
         is_notice = average.kind == "notice" if average else is_sample
-        wrong.append(_Contradiction(code, is_notice, off[known], own[known], numbers | of))
-    wrong.sort(key=lambda each: (each.code == "metric_contradicts", each.is_notice, each.affected.sum()))
+        wrong.append(_Contradiction(fault, is_notice, off[known], own[known], numbers | of))
+    wrong.sort(key=lambda each: (each.fault is _CONTRADICTS, each.is_notice, each.affected.sum()))
     yield from wrong[:1]
 
 
@@ -520,8 +559,10 @@ def _extremes(logged: _Logged, names: dict[str, list[_Average]], rows: _StepRows
         if series is None or series.off.any() or series.is_sample or "mean" not in name:
             continue
         of, values = names[name][0].of, rows.length if "len" in name else rows["reward"]
-        values = {_IN_LOSS: rows["loss_length"], _WHOLE: rows.length + rows["prompt_length"]}.get(of, values)
-        if of == _TRAJECTORIES:
+        values = {"loss_length": rows["loss_length"], "whole_length": rows.length + rows["prompt_length"]}.get(
+            of, values
+        )
+        if of == "trajectories":
             values = np.where(np.isin(rows.kept, rows.run.continued[0]), np.nan, values)
         own, of_means = (extreme.reduceat(each, rows.starts) for each in (values, mean_of(rows.cell, values)))
         of_name = logged.get(name.replace("mean", kind), {})
@@ -534,7 +575,7 @@ def _extremes(logged: _Logged, names: dict[str, list[_Average]], rows: _StepRows
         off, worst = (distance > least) & ~(_distance(value, of_means)[1] <= least), ends[distance.argmax()]
         if off.sum() > 2:
             numbers = _numbers(name.replace("mean", kind), value[worst], own[worst], rows.steps[worst])
-            yield _Contradiction("metric_contradicts", True, off, rows.steps[ends], numbers)
+            yield _Contradiction(_CONTRADICTS, True, off, rows.steps[ends], numbers)
 
 
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
@@ -599,13 +640,13 @@ def _average_of(
             return average._replace(values=[each for each in given[: at + 1] if each.of == averages[0].of][-1].values)
         size, times = abs(factor), max(abs(factor), 1 / max(abs(factor), TINY))
         is_count = round(times) <= _MOST_TIMES and abs(times / round(times) - 1) < _SCALED
-        text = f"divided by {times:.0f}" if is_count and size < 1 else f"multiplied by {size:.4g}"
-        words = [average.of, *([text] * (times > 1 + CLOSE)), *(["with the wrong sign"] * (factor < 0))]
+        shown = {"divided_by": times} if is_count and size < 1 else {"multiplied_by": size}
+        by = {**average.times, **(shown if times > 1 + CLOSE else {}), "is_negative": factor < 0}
         # verl divides losses and KLs by the number of micro-batches, and shares may be percentages.
         is_divided = size < 1 - CLOSE and not {"reference", CURRENT}.isdisjoint(needs)
-        is_scale = average.of.startswith("the sum") or is_divided or round(times) == 100
+        is_scale = average.of.startswith("sum") or is_divided or round(times) == 100
         kind = "notice" if is_scale or not is_count else "wrong"
-        found += [average._replace(of=", ".join(words), kind=kind)] if abs(factor - 1) > CLOSE else []
+        found += [average._replace(times=by, kind=kind)] if abs(factor - 1) > CLOSE else []
     return min(found, key=lambda each: each.kind == "notice", default=None)
 
 
@@ -638,9 +679,13 @@ def _totals(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
             if is_out or np.isclose(shown, [1.0, *declared], rtol=CLOSE).any():
                 continue
             right = y + weights[0] * (max(declared) * np.sign(weight / shown) - weight) * x[:, known.index(term)]
-            of = f"{terms[0]} {'-' if weight < 0 else '+'} {abs(weight):.4g} {term}, although the coefficient is {max(declared):g}"
-            numbers = _numbers(name, y[-1], right[-1], steps[-1]) | {"of": of}
-            yield _Contradiction("metric_of_others", False, steps > -1, steps, numbers)
+            numbers = _numbers(name, y[-1], right[-1], steps[-1]) | {
+                "of": "loss_terms",
+                "first": terms[0],
+                "term": term,
+            }
+            numbers |= {"sign": "-" if weight < 0 else "+", "weight": abs(float(weight)), "declared": max(declared)}
+            yield _Contradiction(_OF_OTHERS, False, steps > -1, steps, numbers)
 
 
 def _evaluations(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
@@ -650,11 +695,15 @@ def _evaluations(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
     # Several metrics that differ only in the middle cover one data set each.
     names = ["/".join(each) for each in matches if ends[each[0], each[-1]] == 1]
     steps, mean, best = run.database.connection.sql(_EVALUATION).fetchnumpy().values() if names else np.zeros((3, 0))
-    titles = ("the mean over all evaluation rows", "the mean of each prompt's best row")
-    averages = [_Average(of, values) for of, values in zip(titles, (mean, best), strict=True)]
+    averages = [_Average("evaluation_rows", mean), _Average("evaluation_best", best)]
     for each in _compare(dict.fromkeys(names, averages), np.asarray(steps), logged, ("reward",)):
         is_reward = re.search("reward|score", each.numbers["name"])
         yield each if is_reward else each._replace(is_notice=True)  # an accuracy may have another unit
+
+
+OF_METRIC = "SELECT step, name, value FROM metrics WHERE name = '{name}' ORDER BY step"
+_RATE_ENDS = data_fault("learning_rate_ends", "the learning rate is 0 before the run ends", "{name} is logged as 0 at the last {num_steps:,} steps, from step {start} on, so the schedule ends too early, and nothing is learned from then on", OF_METRIC)  # fmt: skip
+_SCHEDULE_RESTARTS = data_fault("schedule_restarts", "the resumed run starts a schedule again", "from step {start} on, where attempt {attempt} starts, {name} has the values from step {first} on, so the state of the scheduler was not restored", OF_METRIC)  # fmt: skip
 
 
 def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:
@@ -670,9 +719,7 @@ def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:
         # A frozen part of the model may have a rate of its own.
         if rate.any() and num > max(2, len(rate) / 10) and not any(each[1, -1] for each in rates.values()):
             numbers: dict[str, Any] = {"num_steps": num, "start": int(steps[-num])}
-            yield from run.find(
-                "learning_rate_ends", steps >= steps[-num], steps.astype(int), name=name, notice=True, **numbers
-            )
+            yield from run.find(_RATE_ENDS, steps >= steps[-num], steps.astype(int), name=name, notice=True, **numbers)
             break
     for attempt, name in itertools.product(known[1:], filter(re.compile(_SCHEDULED).search, logged)):
         start, by, value = attempt.first_step, attempt.first_step - known[0].first_step, logged[name]
@@ -680,5 +727,5 @@ def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:
         now, before = (np.array([value[step - less] for step in steps]) for less in (0, by))
         if _num_different(now) > 2 and np.allclose(now, before, rtol=_EXACT, atol=0.0):
             numbers = {"attempt": attempt.attempt, "start": start, "first": known[0].first_step}
-            yield from run.find("schedule_restarts", steps > -1, steps, name=name, notice=True, **numbers)
+            yield from run.find(_SCHEDULE_RESTARTS, steps > -1, steps, name=name, notice=True, **numbers)
             return

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from ..rows import Form, counted, of_steps, shown, wrapped
 from ..trace.columns import steps_text
 from .check import CheckResult
+from .data_checks import FAULTS
 from .faults import evidence_text
-from .finding import DataFinding, Finding, data_text
+from .finding import DataFinding, Finding
+from .where import where_text
 
 _INDENT = "  "
 _DATA = "rewards, advantages and groups (these do not affect the comparison of logprobs):"
 _DATA_ALONE = "rewards, advantages and groups:"
 
 NOTES: Mapping[str, str] = {
-    "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults as small as rounding. Record more "
-    "sequences",
-    "no_contract": "at least one pass has no contract, so its dtype, adapters and sampling settings are inferred from "
-    "its values; to record them, use `tim-trace record` or call Recorder.add_contract",
-    "no_entropies": "no finite entropies were recorded, so prompt or tool tokens that both sides scored as if they had been "
-    "sampled cannot be detected",
+    "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults as small as rounding. Record more sequences",
+    "no_contract": "at least one pass has no contract, so its dtype, adapters and sampling settings are inferred from its values; to record them, use `tim-trace record` or call Recorder.add_contract",
+    "no_entropies": "no finite entropies were recorded, so prompt or tool tokens that both sides scored as if they had been sampled cannot be detected",
     "few_steps": "fewer than three steps were inspected, too few to detect stale weights from the mismatch alone",
     "no_prompts": "prompts were not recorded, so logit precision and prompt caches cannot be checked",
     "attempts": "training was attempted {num_attempts} times; only the newest attempt at each step is used; {left_out}",
@@ -83,6 +82,16 @@ def _finding_text(number: int, finding: Finding, width: int | None) -> str:
     return "\n".join(lines)
 
 
+def data_text(finding: DataFinding) -> str:
+    since = "" if finding.since is None else f", starting at step {finding.since}"
+    numbers = {**finding.numbers, "finding": finding.finding}
+    text = FAULTS[finding.code, finding.signal].sentence(finding.signal, numbers)
+    if finding.where:
+        place = where_text(finding.where).removeprefix("all where ")
+        text += f"; the rows are {'almost ' * (finding.where['match'] == 'almost')}exactly those where {place}"
+    return f"{text} ({finding.share:.0%} affected{since})"
+
+
 def _data_text(finding: DataFinding, width: int | None) -> str:
     text = f"{finding.title}{' (may be intended)' * finding.is_notice}: {data_text(finding)}"
     return f"{wrapped(text, _INDENT, width)}\n{_INDENT * 2}next: {finding.next}"
@@ -100,5 +109,5 @@ CHECKED_FORM: Form = {
     Finding: {
         "tokens": None, "title": Finding.title, "fails": Finding.fails, "broken": Finding.broken, "evidence": evidence_text,
     },
-    DataFinding: {"title": DataFinding.title, "sentence": data_text},
+    DataFinding: {"sentence": data_text},
 }  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from .advantages import DataRows, count_of
 from .features import means, pearson
-from .finding import DataFinding
+from .finding import BY_VERSION, DataFinding, data_fault
 from .sample import (
     CHANCE,
     MIN_UNSAMPLED_RUN,
@@ -58,6 +58,11 @@ def _rows(sample: Sample, tokens: np.ndarray) -> np.ndarray:
     return np.bincount(sample.seq[tokens], minlength=sample.num_sequences) > 0
 
 
+_TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
+_PADDING_COUNTS = data_fault("padding_counts", "padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token and count toward the loss, although they were not sampled", _TOKENS)  # fmt: skip
+_UNSAMPLED_COUNT = data_fault("unsampled_count", "tokens that were not sampled count toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows, such as tool output or parts of a template, count toward the loss but were not sampled", _TOKENS)  # fmt: skip
+
+
 def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
     """Find padding and tool tokens in the loss."""
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
@@ -83,13 +88,19 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
         return  # sampled tokens have no logprobs either
     counts = np.unique(sample.tokens[padding], return_counts=True)[1]
-    for code, tokens in (("padding_counts", padding), ("unsampled_count", inside)):
+    for fault, tokens in ((_PADDING_COUNTS, padding), (_UNSAMPLED_COUNT, inside)):
         rows = _rows(sample, tokens)
-        row, is_mixed = int(rows.argmax()), code == "padding_counts" and counts.max(initial=0) < 0.9 * counts.sum()
+        row, is_mixed = int(rows.argmax()), fault is _PADDING_COUNTS and counts.max(initial=0) < 0.9 * counts.sum()
         yield from () if is_mixed else find(
-            code, rows, least=int(np.ceil(max(3, 0.05 * len(rows)))), num_tokens=int(tokens.sum()), num_rows=int(rows.sum()),
+            fault, rows, least=int(np.ceil(max(3, 0.05 * len(rows)))), num_tokens=int(tokens.sum()), num_rows=int(rows.sum()),
             step=int(sample.steps[row]), seq_id=sample.seq_ids[row].replace("'", "''"),
         )  # fmt: skip
+
+
+_SAMPLES_REPEAT = data_fault("samples_repeat", "responses repeat", "{num:,} of {num_asked:,} responses to repeated prompts occurred before, but judging by their logprobs, at most {expected:.0f} should repeat, so {cause}", cause={
+    "padding": "batches are padded with copies of their first rows", "unknown": "several rows share a seed or rows were reused",
+    "engines": "each repeats the row {apart} rows earlier, as if engines shared a seed",
+})  # fmt: skip
 
 
 def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
@@ -118,31 +129,36 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
     is_frequent, is_greedy = len(rows) >= 4 + 3 * expected(asked), (temperature == 0) | (sample.settings["top_k"] == 1)
     if is_greedy.all() or not (is_frequent or (chance[rows] < CHANCE).any()):
         return
-    explanation = _copies(sample.steps[full], rows, first[rows], place[full])
-    part = asked if is_frequent or explanation else asked & (chance < np.log(0.01))
-    explanation = explanation or "several rows share a seed or rows were reused"
-    numbers: dict[str, Any] = {"num_asked": int(part.sum()), "expected": expected(part), "explanation": explanation}
+    found = _copies(sample.steps[full], rows, first[rows], place[full])
+    part = asked if is_frequent or found else asked & (chance < np.log(0.01))
+    numbers: dict[str, Any] = {
+        "num_asked": int(part.sum()),
+        "expected": expected(part),
+        **(found or {"cause": "unknown"}),
+    }
     is_notice = not np.isfinite(temperature).any()
-    yield from find("samples_repeat", again[part], rows=full[part], notice=is_notice, **numbers)
+    yield from find(_SAMPLES_REPEAT, again[part], rows=full[part], notice=is_notice, **numbers)
 
 
-def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> str:
-    """Explain from the position of each row within its step (`place`, [N]) why `rows` repeat the rows `first` ([K]
+def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> dict[str, Any]:
+    """Return, judging by the position of each row within its step (`place`, [N]), why `rows` repeat the rows `first` ([K]
     indices each). Empty if the positions show no pattern."""
     if (steps[rows] != steps[first]).any():
-        return ""
+        return {}
     at, apart = np.unique(steps, return_inverse=True)[1], place[rows] - place[first]
     num, size = count_of(at[rows]), count_of(at)[rows]
     if (place[first] < num).all() and (apart == size - num).all():
-        return "batches are padded with copies of their first rows"
-    is_one = len(rows) > 0 and np.ptp(apart) == 0
-    return f"each repeats the row {apart[0]} rows earlier, as if engines shared a seed" if is_one else ""
+        return {"cause": "padding"}
+    return {"cause": "engines", "apart": int(apart[0])} if len(rows) > 0 and np.ptp(apart) == 0 else {}
 
 
 _LAG = r"max_(head_offpolicyness|off_?policy_steps|async_level|staleness(_steps)?|trajectory_age_steps|(policy_)?lag)$"
 _MOST_LATE = 0.05
 """Maximum share of rows beyond the limit in a healthy run. AReaL and SkyRL limit the number of running requests, so a
 slow request can exceed the limit."""
+
+
+_BEYOND_LAG = data_fault("lag_exceeds_limit", "the engine is further behind than the settings allow", "{setting} is recorded, but {num:,} rows were sampled with weights from up to {largest} steps earlier", BY_VERSION)  # fmt: skip
 
 
 def _beyond_lag(
@@ -159,23 +175,29 @@ def _beyond_lag(
     # Frameworks count either the steps between two versions or the versions in flight.
     is_notice = bool(lag.max() <= limit + 1 or (lag > limit + 1).mean() < _MOST_LATE)
     setting, largest = ", ".join(f"{name} = {value:g}" for name, value in limits.items()), int(lag.max())
-    yield from find("lag_exceeds_limit", lag > limit, least=3, notice=is_notice, setting=setting, largest=largest)
+    yield from find(_BEYOND_LAG, lag > limit, least=3, notice=is_notice, setting=setting, largest=largest)
 
 
-def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray) -> float:
-    """Return by how much `versions` grow when `others` grow by 1 ([S] each), if this is constant and not 1, otherwise 0."""
+def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray) -> float | None:
+    """Return by how much `versions` grow when `others` grow by 1 ([S] each), if this is constant and not 1."""
     known = (versions.filled(-1) >= 0) & (others.filled(-1) >= 0)
     pairs = np.unique(np.stack([others.data[known], versions.data[known]]), axis=1)
     if len(np.unique(pairs[0])) < 3:
-        return 0.0
+        return None
     first, last = pairs[:, 0], pairs[:, -1]
     slope = (last[1] - first[1]) / (last[0] - first[0])
     is_exact = np.abs(slope * (pairs[0] - first[0]) - (pairs[1] - first[1])).max() < 1e-6 * max(np.ptp(pairs[1]), 1)
-    return float(slope) if is_exact and slope > 0 and slope != 1 else 0.0
+    return float(slope) if is_exact and slope > 0 and slope != 1 else None
 
 
 _MAX_EXCESS = 0.3
 """Largest mean of logprob + entropy (nats) of sampled tokens. For a tool's tokens, it may be too noisy to tell from 0."""
+
+
+_VERSIONS_AHEAD = data_fault("versions_ahead", "the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead:.0f} ahead of the trainer's, although the trainer does not have these weights yet, so one counter is wrong{per_update}", BY_VERSION, per_update=": the engine's grows by {per_update:.3g} while the trainer's grows by 1")  # fmt: skip
+_FINISHED_MASKED = data_fault("finished_masked", "finished rows without tokens in the loss", "{num:,} rows that finished (finish reason stop) have no tokens in the loss, like the truncated ones")  # fmt: skip
+_ROWS_MASKED = data_fault("rows_masked", "rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss{are_counted}", is_often_intended=True, are_counted=", and their rewards count in their groups' baselines")  # fmt: skip
+_MASK_CUTS = data_fault("mask_cuts", "the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens{end_id} {part} of {num_rows:,} rows do not count toward the loss", end_id=" (the end token, id {end_id})", part={"end": "at the end", "beginning": "at the beginning", "middle": "in the middle"})  # fmt: skip
 
 
 def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
@@ -183,8 +205,8 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
         per_update = _versions_per_update(engine.versions, other.versions)
-        text = f": the engine's grows by {per_update:.3g} while the trainer's grows by 1" if per_update else ""
-        yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead, explanation=text)
+        least = int(0.05 * len(ahead)) + 1
+        yield from find(_VERSIONS_AHEAD, ahead > 0, least=least, ahead=ahead, per_update=per_update)
         yield from _beyond_lag(run, sample, -ahead, other.versions, find)
     stopped, truncated = sample.ended == "stop", sample.ended == "length"
     masked = ~_rows(sample, sample.mask) & (sample.lengths > 0)
@@ -194,10 +216,9 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
         final = sample.tokens[sample.starts[1:] - 1]
         ids = np.unique(final[masked & stopped])
         is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()
-        yield from find("finished_masked", masked & stopped, notice=not is_end)
+        yield from find(_FINISHED_MASKED, masked & stopped, notice=not is_end)
     else:
-        text = ", and their rewards count in their groups' baselines" if run.counts_masked else ""
-        yield from find("rows_masked", masked, least=3, explanation=text, notice=True)
+        yield from find(_ROWS_MASKED, masked, least=3, are_counted=bool(run.counts_masked), notice=True)
     place = np.arange(len(sample.tokens))
     last, first = np.full(sample.num_sequences, -1), np.full(sample.num_sequences, len(place))
     np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
@@ -205,12 +226,17 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     sampled = (engine.logprobs < 0) & np.isfinite(sample.d) & (last >= 0)[sample.seq]
     cut = sampled & (place > last[sample.seq]) & ~_repeats_end(sample)
     rows = _rows(sample, cut)
+
+    def of_cut(
+        rows: np.ndarray, part: str, num: int, end_id: int | None = None, *, notice: bool = True
+    ) -> Iterator[DataFinding]:
+        numbers = {"num_tokens": num, "num_rows": int(rows.sum()), "part": part, "end_id": end_id}
+        yield from find(_MASK_CUTS, rows, notice=notice, **numbers)
+
     num_asked = stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences
     if rows.sum() > max(3, num_asked / 2):
         ids = np.unique(sample.tokens[cut])
-        shown = f" (the end token, id {ids[0]})" if len(ids) == 1 else ""
-        numbers = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": shown, "end": "at the end"}
-        yield from find("mask_cuts", rows, notice=True, **numbers)
+        yield from of_cut(rows, "end", int(cut.sum()), int(ids[0]) if len(ids) == 1 else None)
         return
     # Some engines drop the end token, so that it has no logprob and is masked as if it were padding.
     final = np.maximum(sample.starts[1:] - 1, 0)
@@ -221,17 +247,14 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
         and len(ids) == 1
         and not (sample.mask & (sample.tokens == ids[0])).any()
     ):
-        numbers = {"num_tokens": int(ended.sum()), "num_rows": int(ended.sum()), "end": "at the end"}
-        yield from find("mask_cuts", ended, notice=True, ids=f" (the end token, id {ids[0]})", **numbers)
+        yield from of_cut(ended, "end", int(ended.sum()), int(ids[0]))
         return
     cut = sampled & (place < first[sample.seq])
     rows = _rows(sample, cut)
     # A forced prefix is the same in all rows, so tokens that vary between rows were sampled.
     is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, rows.sum() / 10)
     if is_sampled and rows.sum() > max(3, sample.num_sequences / 2):
-        yield from find(
-            "mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="at the beginning", ids=""
-        )
+        yield from of_cut(rows, "beginning", int(cut.sum()), notice=False)
     # A tool's tokens are unlikely: the mean of logprob + entropy is 0 only where tokens were sampled.
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), None)
     cut = sampled & ~sample.mask & (place > first[sample.seq]) & (place < last[sample.seq])
@@ -245,19 +268,35 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     is_by_mismatch = np.median(apart[cut]) > 3 * np.median(apart[sample.compared])
     rows = _rows(sample, cut)
     if is_sampled and not is_by_mismatch and rows.sum() > max(3, 0.2 * sample.num_sequences):
-        yield from find(
-            "mask_cuts",
-            rows,
-            notice=True,
-            num_tokens=int(cut.sum()),
-            num_rows=int(rows.sum()),
-            end="in the middle",
-            ids="",
-        )
+        yield from of_cut(rows, "middle", int(cut.sum()))
 
 
 _ENDED = ("stop", "eos", "end_turn", "stop_sequence", "tool_calls", "tool_call", "tool_use", "function_call")
 """Finish reasons of responses that the model ended. Others, such as `max_turns` or `abort`, say nothing about the tokens."""
+
+
+_WRONG_REASON = "{num:,} rows have the wrong finish reason: "
+
+
+def _wrong_reasons(numbers: Mapping[str, Any]) -> dict[str, str]:
+    longest, found = numbers.get("longest"), numbers.get("reasons", {}).items()
+    why = {"length": f"shorter than {longest} tokens and ending with an end token"}
+    full = f"{longest} tokens long (the maximum) and without an end token"
+    return {"reasons": ", and ".join(f"{num:,} marked {name!r} although {why.get(name, full)}" for name, num in found)}
+
+
+_FINISH_CONTRADICTS = data_fault("finish_contradicts", "finish reasons contradict the tokens", {
+    "lengths": _WRONG_REASON + "{reasons}",
+    "end_tokens": _WRONG_REASON + "{num:,} marked 'stop' although they end with various tokens instead of an end token",
+}, words=_wrong_reasons)  # fmt: skip
+_LIMIT_CONTRADICTS = data_fault("limit_contradicts", "responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,.0f} tokens, but max_tokens is {limit:,.0f}")  # fmt: skip
+_LIMIT_EXCEEDED = data_fault("limit_exceeded", "responses are longer than the recorded limit", "{num:,} rows have up to {length:,.0f} tokens although max_tokens is {limit:,.0f}{cause}", cause={
+    "other_limit": ", so the engine runs with a different limit",
+    "resumed": " and others are cut there, for example because a response that was resumed gets the whole limit again",
+    "left": ", but no more than the largest recorded limit, {largest:,.0f}, so max_tokens may be what a resumed response had left",
+})  # fmt: skip
+_PROMPT_PADDING = data_fault("prompt_padding", "prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token, so padding is recorded as part of the prompt")  # fmt: skip
+_TOKENS_AFTER_END = data_fault("tokens_after_end", "tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else, so it ends the response, and all tokens after it, whether sampled or padding, count toward the loss")  # fmt: skip
 
 
 def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
@@ -269,21 +308,17 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
     partly = np.flatnonzero(_rows(sample, sample.mask) & _rows(sample, ~sample.mask))
     if early.any() and np.ptp(lengths[early]) == 0 and np.ptp(total[early]) and not len(partly):
         least = int(max(3, np.ceil(0.5 * cut.sum())))
-        yield from find("limit_contradicts", early, least=least, length=lengths, limit=limit)
+        yield from find(_LIMIT_CONTRADICTS, early, least=least, length=lengths, limit=limit)
     # The limit applies to each stretch of sampled tokens between tool outputs.
     runs, sampled = np.where(sample.mask, run_lengths(sample.mask, sample.seq), 0), lengths.copy()
     sampled[partly] = [runs[sample.starts[row] : sample.starts[row + 1]].max() for row in partly]
     beyond = np.isfinite(limit) & (limit > 0) & (sampled > limit)
-    text = ", so the engine runs with a different limit"
-    if (sampled == limit)[cut].sum() > beyond.sum():
-        text = " and others are cut there, for example because a response that was resumed gets the whole limit again"
-    largest = float(np.nanmax(limit, initial=0.0))
-    if is_budget := bool((limit[beyond] < largest).all() and sampled[beyond].max(initial=0) <= largest):
-        text = f", but no more than the largest recorded limit, {largest:,.0f}, so max_tokens may be what a resumed response had left"
-    yield from find(
-        "limit_exceeded", beyond, least=3, length=int(sampled[beyond].max(initial=0)), limit=limit, explanation=text,
-        notice=is_budget,
-    )  # fmt: skip
+    cause = "resumed" if (sampled == limit)[cut].sum() > beyond.sum() else "other_limit"
+    largest, length = float(np.nanmax(limit, initial=0.0)), int(sampled[beyond].max(initial=0))
+    if is_budget := bool((limit[beyond] < largest).all() and length <= largest):
+        cause = "left"
+    numbers: dict[str, Any] = {"length": length, "limit": limit, "cause": cause, "largest": largest}
+    yield from find(_LIMIT_EXCEEDED, beyond, least=3, notice=is_budget, **numbers)
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
     # A token that is often followed by sampled tokens of the same turn does not end responses.
@@ -298,27 +333,21 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
         has_turns = np.isin(np.arange(len(said)), partly)
         wrong = (ended & ~short & ~has_end) | (cut & short & has_end & ~has_turns & (total < total.max()))
         least = int(max(3, np.ceil(0.02 * (ended | cut).sum())))
-        why = {"length": f"shorter than {longest} tokens and ending with an end token"}
-        full = f"{longest} tokens long (the maximum) and without an end token"
-        parts = [
-            f"{num:,} marked {reason!r} although {why.get(reason, full)}"
-            for reason, num in Counter(said[wrong].tolist()).items()
-        ]
-        yield from find("finish_contradicts", wrong, least=least, explanation=", and ".join(parts))
+        reasons = dict(Counter(said[wrong].tolist()))
+        yield from find(_FINISH_CONTRADICTS, wrong, least=least, signal="lengths", reasons=reasons, longest=longest)
     elif (stopped := said == "stop").any() and np.isin(last[stopped], run.end_ids).mean() >= 0.5:
         final = np.maximum(sample.starts[1:] - 1, 0)  # a tool's output may follow the end token
         other = stopped & (lengths > 0) & ~np.isin(last, run.end_ids) & sample.mask[final]
         # Stop strings end responses with a few other ids.
         if other.any() and np.unique(last[other], return_counts=True)[1].max() < 0.5 * other.sum():
-            text = f"{other.sum():,} marked 'stop' although they end with various tokens instead of an end token"
-            yield from find("finish_contradicts", other, least=int(max(8, 0.02 * stopped.sum())), explanation=text)
+            yield from find(_FINISH_CONTRADICTS, other, signal="end_tokens", least=int(max(8, 0.02 * stopped.sum())))
     known = [prompt or [] for prompt in sample.prompts]
     again = np.array([len(prompt) > 3 and prompt[0] == prompt[1] for prompt in known])
     num_known = sum(len(prompt) > 3 for prompt in known)
     ids, counts = np.unique([known[row][0] for row in np.flatnonzero(again)], return_counts=True)
     if num_known >= 8 and len(ids) and counts.max() > 0.9 * counts.sum() and _are_padded(sample, again):
         least = int(max(4, np.ceil(0.3 * num_known)))
-        yield from find("prompt_padding", again, least=least, of=num_known, token=int(ids[counts.argmax()]))
+        yield from find(_PROMPT_PADDING, again, least=least, of=num_known, token=int(ids[counts.argmax()]))
     from_end = lengths[sample.seq] - 1 - sample.position
     for distance in range(1, 9):
         there = (from_end == distance) & sample.mask
@@ -332,7 +361,7 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
         is_end = num >= max(12, 0.2 * (lengths > 0).sum()) and num > 0.9 * everywhere.sum()
         if is_end and final.max() < 0.5 * final.sum():
             numbers = {"of": int((lengths > 0).sum()), "token": int(ids[counts.argmax()]), "distance": distance}
-            yield from find("tokens_after_end", affected, **numbers)
+            yield from find(_TOKENS_AFTER_END, affected, **numbers)
             return
 
 
@@ -344,6 +373,13 @@ def _are_padded(sample: Sample, rows: np.ndarray) -> bool:
     return 2 * len({*map(len, prompts)}) <= len(without)
 
 
+_NO_END = "none of {num:,} responses contains the recorded end token ({ids}), so the policy never learns to sample it: "
+_END_MISSING = data_fault("end_missing", "responses have no end token", {
+    "finished": _NO_END + "they finished (finish reason stop), so it was removed, or stop strings end the responses",
+    "equal_lengths": _NO_END + "every response has {length:,} tokens, so the engine never samples it",
+}, words=lambda n: {"ids": f"id{'s' * (len(n['ids']) > 1)} {', '.join(map(str, n['ids']))}"})  # fmt: skip
+
+
 def _stripped(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
     """Find finished responses from which the end token was removed, and runs in which it is never sampled."""
     end_ids = run.end_ids
@@ -353,12 +389,21 @@ def _stripped(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding
     last = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][stopped]
     # Stop strings end responses with a few other ids.
     usual = np.sort(np.unique(last, return_counts=True)[1])[-3:].sum()
-    ids = f"id{'s' * (len(end_ids) > 1)} {', '.join(map(str, end_ids))}"
-    affected = stopped & (2 * usual < len(last))
-    text = "they finished (finish reason stop), so it was removed, or stop strings end the responses"
+    affected, signal = stopped & (2 * usual < len(last)), "finished"
     if not stopped.any() and np.ptp(sample.lengths) == 0:
-        affected, text = ~stopped, f"every response has {sample.lengths[0]:,} tokens, so the engine never samples it"
-    yield from find("end_missing", affected, least=20, ids=ids, explanation=text, notice=True)
+        affected, signal = ~stopped, "equal_lengths"
+    numbers: dict[str, Any] = {"ids": end_ids, "length": int(sample.lengths[0])}
+    yield from find(_END_MISSING, affected, least=20, signal=signal, notice=True, **numbers)
+
+
+ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
+_LOST = "{share:.0%} of the entropies recorded for {name} are "
+_ENTROPIES_LOST = data_fault("entropies_lost", "entropies do not belong to the logprobs", {
+    "temperature": _LOST + "impossible given the token's logprob, and the mean of -logprob is {ratio:.2f} times their mean, as if they had been computed without the recorded temperature of {temperature:g}",
+    "others": _LOST + "NaN, or impossible given the token's logprob, as if they belonged to other tokens or another distribution",
+}, ENTROPIES)  # fmt: skip
+_IN_BITS = data_fault("entropies_in_bits", "entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats", ENTROPIES)  # fmt: skip
+_SHIFTED = data_fault("entropies_shifted", "entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than at the same position ({own:.2f}), so each entropy belongs to the {which} position", ENTROPIES)  # fmt: skip
 
 
 def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
@@ -369,14 +414,13 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
     for side in (sample.a, sample.b):
         ratio, share = unscaled_ratio(sample, side)
         if ratio:
-            heat = np.nanmax(sample.settings["temperature"])
-            text = f"impossible given the token's logprob, and the mean of -logprob is {ratio:.2f} times their mean, as if they had been computed without the recorded temperature of {heat:g}"
+            heat = float(np.nanmax(sample.settings["temperature"]))
+            numbers: dict[str, Any] = {"signal": "temperature", "share": share, "ratio": ratio, "temperature": heat}
         elif side.share_lost > MOST_LOST:
-            share = side.share_lost
-            text = "NaN, or impossible given the token's logprob, as if they belonged to other tokens or another distribution"
+            numbers = {"signal": "others", "share": side.share_lost}
         else:
             continue
-        yield from find("entropies_lost", every, name=side.name, share=share, explanation=text)
+        yield from find(_ENTROPIES_LOST, every, name=side.name, **numbers)
     joined = np.diff(sample.seq) == 0
     for side in (sample.a, sample.b):
         if side.entropy is None:
@@ -390,14 +434,14 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
             left = means(entropy * np.log(2.0) - surprise, sample.seq[place], len(every))
             # If the ratio is not the same in all rows, some come from another distribution.
             if part_of_rows(sample, left) is None:
-                yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
+                yield from find(_IN_BITS, every, name=side.name, ratio=ratio)
         # The expected -logprob of a sampled token is the entropy, so the slope is 1 if they belong together.
         slope, left = np.polyfit(entropy, surprise, 1)[0], surprise - entropy
         is_calibrated = abs(slope - 1) < 0.2 + 4 * left.std() / (np.std(entropy) * np.sqrt(len(place)))
         if not is_calibrated and (shift := best_lag(-side.logprobs, side.entropy, there, sample.seq, (-1, 1))):
             best, own, lag = shift
             which = "next" if lag < 0 else "previous"
-            yield from find("entropies_shifted", every, name=side.name, which=which, own=own, best=best)
+            yield from find(_SHIFTED, every, name=side.name, which=which, own=own, best=best)
 
 
 def best_lag(

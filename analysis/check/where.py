@@ -409,13 +409,13 @@ def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[s
             options += [(f"{own.min():g} to {own.max():g}", (column >= own.min()) & (column <= own.max()))]
         for values, inside in options if usual is not None else ():
             if all((a & b).sum() > 0.95 * max(a.sum(), b.sum()) for a, b in ((affected, inside), (~affected, ~inside))):
-                match = "exactly" if (inside == affected).all() else "almost exactly"
+                match = "exact" if (inside == affected).all() else "almost"
                 return {"feature": name, "kind": "one_of", "values": values, "match": match}
     return {}
 
 
-def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Return the rows (as text, and as [S] bool) whose finite `values` [S] differ most from the others, or None if
+def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[dict[str, str], np.ndarray] | None:
+    """Return the rows (described as by Where.numbers, and as [S] bool) whose finite `values` [S] differ most from the others, or None if
     chance can explain the difference. Only features known before sampling are tried."""
     rows, found = np.flatnonzero(np.isfinite(values)), []
     known_before = ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)
@@ -424,7 +424,7 @@ def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] |
             gain, kind, known, chosen, marked, _ = best
             shown = ", ".join(str(each) for each in known[chosen][:5])
             inside = np.isin(np.arange(len(values)), rows[marked])
-            found.append((gain, where_text({"feature": name, "kind": kind, "values": shown}), inside))
+            found.append((gain, {"feature": name, "kind": str(kind), "values": shown}, inside))
     return max(found, key=lambda each: each[0])[1:] if found else None
 
 

@@ -26,7 +26,7 @@ from tim_trace.analysis.attribution.text import (
     note_sentences,
     verdict_sentence,
 )
-from tim_trace.analysis.check.finding import KINDS
+from tim_trace.analysis.check.data_checks import FAULTS
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import story_of_run
 from tim_trace.analysis.dynamics.dynamics import dynamics
@@ -464,7 +464,7 @@ def test_the_loss_is_read_under_the_names_that_trainers_log_it_by(tmp_path, name
 
 
 def test_every_data_fault_that_counts_for_a_suspect_exists_in_check():
-    assert {code for codes in DATA_FAULTS.values() for code in codes.split()} <= KINDS.keys()
+    assert {code for codes in DATA_FAULTS.values() for code in codes.split()} <= {code for code, _ in FAULTS}
 
 
 def evidence_of(found, code):

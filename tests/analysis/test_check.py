@@ -699,9 +699,10 @@ def test_json_has_codes_numbers_and_sentences():
 
 
 def test_commands_are_not_wrapped():
-    numbers = {"num": 1, "value": 1.0, "column": "reward", "explanation": ""}
+    numbers = {"num": 1, "column": "reward"}
     query = Advice(f'tim-trace sql run "SELECT {", ".join(map(str, range(50)))}"')
-    fault = DataFinding(code="not_finite", share=1.0, since=None, is_notice=False, numbers=numbers, next=query)
+    known = {"code": "not_finite", "signal": "values", "title": "NaN or infinite reward", "numbers": numbers}
+    fault = DataFinding(**known, share=1.0, since=None, is_notice=False, next=query)
     text = checked_text(replace(result_of(EQUAL), num_tokens=1, num_sampled_tokens=1, data=(fault,)), 80)
     assert f"next: {query}" in text.splitlines()[-1]
     assert ", 1 token (all inspected" in " ".join(text.split())

@@ -235,7 +235,8 @@ def caused(found, first, **checked):
 
 NOISY = ("not_sampled_so", {"entropy": 0.5})
 MOVED = ("prompts_changed", {"step": 7})
-BASELINE = DataFinding(code="baseline", share=1.0, since=5, is_notice=False, next="")
+TITLE = "the baseline is not the group's mean"
+BASELINE = DataFinding(code="baseline", signal="baseline", title=TITLE, share=1.0, since=5, is_notice=False, next="")
 
 
 def test_both_name_the_same_side(unclear):

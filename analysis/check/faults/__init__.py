@@ -19,7 +19,9 @@ _BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal 
 
 
 def evidence_text(finding: Finding) -> str:
-    text = _BY_SIGNAL[finding.code, finding.signal].sentence(finding)
+    text = _BY_SIGNAL[finding.code, finding.signal].sentence(
+        finding.signal, {**finding.numbers, "effect": finding.effect}
+    )
     numbers = finding.numbers
 
     def place(name: str) -> str:

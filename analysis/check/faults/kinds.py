@@ -73,57 +73,38 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"what_text": f"the engine's {numbers['tensor']} {text}"}
 
 
-WEIGHTS = Fault(
-    code="weights_differ", title="the weights differ: stale, partly synchronised, without the adapter, or quantised",
-    broken="engine",
-    evidence={
-        "engine_weights": "{what_text}; according to the digests, this is the case for {num_tensors:,} of "
-        "{of_tensors:,} tensors at version {trainer_version}, and for at least one tensor at {num_versions:,} of "
-        "{of_versions:,} versions, first at version {first_version}",
-        "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of "
-        "{of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
-        "stopped": "according to the recorded policy versions, {side} has kept version {version} since step {since}, while "
-        "{other} has moved on to version {latest}, although it was at most {before} update(s) behind at earlier steps",
-        "contract": "only {side}'s contract sets {setting} to {value}",
-        "one_adapter": "only {side} has an adapter, and " + features.SIZE,
-        "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them, so the mismatch grew with the updates",
-        "grows": "the mismatch grows from step to step although both sides record the same policy version: the logits "
-        "differ by about {first:.2g} nats at step {first_step} and {later:.2g} at step {last_step}, {ratio:.3g} times as "
-        "much relative to their spread, although rounding grows only with the logits, and the mean logprob is about the same",
-        "follows_advantages": "each sequence's mismatch correlates with its own advantage ("
-        "{correlation:.2f} over {num_sequences:,} sequences): {side} was scored with weights already updated on this "
-        "batch",
-        "reference": "{side}'s logprobs are {part:.0%} of the way from {other}'s to the reference's at {num_steps:,} of "
-        "{of_steps:,} steps ({span_text}), which accounts for {weight:.0%} of the mismatch there",
-        "frozen": "from step {since} on, {side} gives the same tokens in the same context the same logprobs at every step "
-        "(they differ by {own:.2g} nats rms in the logit over {num_tokens:,} repeated tokens), while {other}'s change by {moved:.2g} nats",
-        "follows": "when {other}'s logprobs of the same tokens in the same context change from step to step, {side}'s change the "
-        "same way, but only {part:.0%} as far (over {num_tokens:,} repeated tokens)",
-        "judged": features.judged(
-            "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different "
-            "version; a policy version recorded before the engine loaded its weights; a key-value cache from before a sync "
-            "or sleep; or trainer logprobs from the reference model or from after the update"
-        ),
-    },
-    words={
-        "engine_weights": _tensor, "one_adapter": features.judged_words, "judged": features.judged_words,
-        "reference": lambda n: {"span_text": f"from {n['first_step']} to {n['last_step']}" if n["num_steps"] > 1 else f"step {n['first_step']}"},
-    },
-    causes={
-        "stale_weights": "one side's weights are a step or more behind",
-        "partial_sync": "some weights were not synchronised",
-        "adapter": "the adapter is on one side only",
-        "quantised": "one side's weights are quantised",
-        "after_update": "one side was scored after the update on the same batch",
-        "never_synchronised": "the trainer's weights were never sent to the engine",
-        "stopped": "the trainer's weights are no longer sent to the engine",
-        "early": "older weights or a different prompt at the beginning of responses: a prefix cache kept across updates, or weights swapped during sampling",
-        "frozen": "one side's weights are never updated",
-        "other_weights": "the engine's weights match no recorded version of the trainer",
-        "reference": "the engine has the reference's weights: without the adapter, not updated, or restored wrongly",
-        "part_of_updates": "the engine applies only part of the trainer's updates, such as an adapter at the wrong scale",
-    },
-)  # fmt: skip
+WEIGHTS = Fault(code="weights_differ", title="the weights differ: stale, partly synchronised, without the adapter, or quantised", broken="engine", evidence={
+    "engine_weights": "{what_text}; according to the digests, this is the case for {num_tensors:,} of {of_tensors:,} tensors at version {trainer_version}, and for at least one tensor at {num_versions:,} of {of_versions:,} versions, first at version {first_version}",
+    "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of {of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
+    "stopped": "according to the recorded policy versions, {side} has kept version {version} since step {since}, while {other} has moved on to version {latest}, although it was at most {before} update(s) behind at earlier steps",
+    "contract": "only {side}'s contract sets {setting} to {value}",
+    "one_adapter": "only {side} has an adapter, and " + features.SIZE,
+    "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them, so the mismatch grew with the updates",
+    "grows": "the mismatch grows from step to step although both sides record the same policy version: the logits differ by about {first:.2g} nats at step {first_step} and {later:.2g} at step {last_step}, {ratio:.3g} times as much relative to their spread, although rounding grows only with the logits, and the mean logprob is about the same",
+    "follows_advantages": "each sequence's mismatch correlates with its own advantage ({correlation:.2f} over {num_sequences:,} sequences): {side} was scored with weights already updated on this batch",
+    "reference": "{side}'s logprobs are {part:.0%} of the way from {other}'s to the reference's at {num_steps:,} of {of_steps:,} steps ({span_text}), which accounts for {weight:.0%} of the mismatch there",
+    "frozen": "from step {since} on, {side} gives the same tokens in the same context the same logprobs at every step (they differ by {own:.2g} nats rms in the logit over {num_tokens:,} repeated tokens), while {other}'s change by {moved:.2g} nats",
+    "follows": "when {other}'s logprobs of the same tokens in the same context change from step to step, {side}'s change the same way, but only {part:.0%} as far (over {num_tokens:,} repeated tokens)",
+    "judged": features.judged(
+        "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different version; a policy version recorded before the engine loaded its weights; a key-value cache from before a sync or sleep; or trainer logprobs from the reference model or from after the update"
+    ),
+}, words={
+    "engine_weights": _tensor, "one_adapter": features.judged_words, "judged": features.judged_words,
+    "reference": lambda n: {"span_text": f"from {n['first_step']} to {n['last_step']}" if n["num_steps"] > 1 else f"step {n['first_step']}"},
+}, causes={
+    "stale_weights": "one side's weights are a step or more behind",
+    "partial_sync": "some weights were not synchronised",
+    "adapter": "the adapter is on one side only",
+    "quantised": "one side's weights are quantised",
+    "after_update": "one side was scored after the update on the same batch",
+    "never_synchronised": "the trainer's weights were never sent to the engine",
+    "stopped": "the trainer's weights are no longer sent to the engine",
+    "early": "older weights or a different prompt at the beginning of responses: a prefix cache kept across updates, or weights swapped during sampling",
+    "frozen": "one side's weights are never updated",
+    "other_weights": "the engine's weights match no recorded version of the trainer",
+    "reference": "the engine has the reference's weights: without the adapter, not updated, or restored wrongly",
+    "part_of_updates": "the engine applies only part of the trainer's updates, such as an adapter at the wrong scale",
+})  # fmt: skip
 
 
 def find_versions(data: PairData) -> list[Finding]:
@@ -388,49 +369,32 @@ MIN_PLACE_RATIO = 10.0
 MAX_NAMED = 20
 """Maximum number of token ids, or values of a column, that together count as one place."""
 
-COMPUTATION = Fault(
-    code="computation_differs", title="one side's model differs throughout", broken="computation",
-    evidence={
-        "equal_weights": f"the engine sampled with the trainer's weights (all tensor digests agree), but {features.SIZE}",
-        "judged": features.judged(
-            "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
-            "cap, expert or precision"
-        ),
-        "setting": "the recorded model config has {settings}, which one side may ignore, compute differently, or load the wrong weights for. " + features.SIZE_AND_PLACE,
-    },
-    words=dict.fromkeys(("equal_weights", "judged", "setting"), features.judged_words),
-    causes={
-        "since": "one side's model or numerics changed during the run",
-        "setting": "one side's model differs, possibly in a part that a recorded setting controls",
-        "head": "one side's output layer differs, such as a missing bias: each token id has its own mismatch",
-    },
-)  # fmt: skip
-NOT_REPEATABLE = Fault(
-    code="not_repeatable", title="one side gives identical tokens different values", broken="computation",
-    evidence={"judged": features.judged("dropout, noise, or a context that was not recorded")}, words={"judged": features.judged_words},
-)  # fmt: skip
+COMPUTATION = Fault(code="computation_differs", title="one side's model differs throughout", broken="computation", evidence={
+    "equal_weights": f"the engine sampled with the trainer's weights (all tensor digests agree), but {features.SIZE}",
+    "judged": features.judged(
+        "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft cap, expert or precision"
+    ),
+    "setting": "the recorded model config has {settings}, which one side may ignore, compute differently, or load the wrong weights for. " + features.SIZE_AND_PLACE,
+}, words=dict.fromkeys(("equal_weights", "judged", "setting"), features.judged_words), causes={
+    "since": "one side's model or numerics changed during the run",
+    "setting": "one side's model differs, possibly in a part that a recorded setting controls",
+    "head": "one side's output layer differs, such as a missing bias: each token id has its own mismatch",
+})  # fmt: skip
+NOT_REPEATABLE = Fault(code="not_repeatable", title="one side gives identical tokens different values", broken="computation", evidence={"judged": features.judged("dropout, noise, or a context that was not recorded")}, words={"judged": features.judged_words})  # fmt: skip
 _CONTEXTS = {
-    "prompt": ("the two sides read different prompts or positions", "a different BOS token, chat template, truncation, cached prefix, prompt mask "
-               "or rotary embedding"),
-    "prefill": ("one side processes prompts incorrectly", "chunked prefill that loses earlier chunks, or a stale prefix cache: "
-                "the first response token, which the prompt's forward pass predicts, differs most"),
-    "cached": ("the engine reads prompts with older weights: a prefix cache kept across weight updates", "a prefix cache that is not "
-               "reset when the weights change: the mismatch begins at rounding level, grows with the updates, and fades along responses"),
-    "replaced": ("the engine has older weights up to a certain response position: they were replaced during sampling", "a weight update at response "
-                 "token {onset}, which no recorded policy version shows"),
-    "decode": ("one side decodes incorrectly after the prompt: wrong positions or a wrong cache", "wrong positions or a wrong "
-               "cache after the prompt: the first response token, which the prompt's forward pass predicts, agrees"),
+    "prompt": ("the two sides read different prompts or positions", "a different BOS token, chat template, truncation, cached prefix, prompt mask or rotary embedding"),
+    "prefill": ("one side processes prompts incorrectly", "chunked prefill that loses earlier chunks, or a stale prefix cache: the first response token, which the prompt's forward pass predicts, differs most"),
+    "cached": ("the engine reads prompts with older weights: a prefix cache kept across weight updates", "a prefix cache that is not reset when the weights change: the mismatch begins at rounding level, grows with the updates, and fades along responses"),
+    "replaced": ("the engine has older weights up to a certain response position: they were replaced during sampling", "a weight update at response token {onset}, which no recorded policy version shows"),
+    "decode": ("one side decodes incorrectly after the prompt: wrong positions or a wrong cache", "wrong positions or a wrong cache after the prompt: the first response token, which the prompt's forward pass predicts, agrees"),
     "turns": ("later turns have a different context", "a template that drops or rewrites earlier turns or tool output, or positions that restart"),
-    "neighbours": ("padding is attended to, or packed rows attend to each other", "attention to padding, position ids that count "
-                   "padding, or attention between packed rows"),
-    "cut": ("long prompts are truncated, partly read, or get wrong positions", "prompts truncated to a maximum length, prompt chunks that were lost, "
-            "or rotary positions that lose precision"),
+    "neighbours": ("padding is attended to, or packed rows attend to each other", "attention to padding, position ids that count padding, or attention between packed rows"),
+    "cut": ("long prompts are truncated, partly read, or get wrong positions", "prompts truncated to a maximum length, prompt chunks that were lost, or rotary positions that lose precision"),
     "group": ("the two sides read different prompts: on one side, some prompts start with another prompt's prefix",
               "another prompt's cached prefix, or prompt parts in a different order"),
     "padding": ("padding is attended to or counted in position ids", "attention to padding, or position ids that count it; only rows with padding are affected"),
     "packing": ("packed rows attend to each other", "attention between packed rows; only each pack's first row is correct"),
-    "ids": ("the two sides read some token ids differently", "different embeddings for these ids, a mask that treats them as padding, or ids "
-            "that one side maps to other ids"),
+    "ids": ("the two sides read some token ids differently", "different embeddings for these ids, a mask that treats them as padding, or ids that one side maps to other ids"),
 }  # fmt: skip
 """Code of the cause -> title of the finding, and typical causes."""
 _ONSETS = {
@@ -439,16 +403,13 @@ _ONSETS = {
                "a sliding window or an evicted cache of about {onset} tokens, or positions that are wrong from about {onset} on"),
     "shards": ("one side's context restarts at fixed columns, as if shards or chunks did not see earlier ones",
                "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones"),
-    "event": ("from some response position on, one side has different weights, a different context or a different kernel", "a weight update during "
-              "sampling, a resumed request, a template that rewrites earlier turns, or a switch of the attention kernel, at response token {onset}"),
+    "event": ("from some response position on, one side has different weights, a different context or a different kernel", "a weight update during sampling, a resumed request, a template that rewrites earlier turns, or a switch of the attention kernel, at response token {onset}"),
     "older": ("responses begin with older weights than the rest: the weights changed during sampling",
               "requests were continued after a weight update; if the policy version was recorded at the end, it is wrong for the beginning"),
     "newer": ("responses end with other weights than they begin with: the weights changed during sampling",
               "requests were continued after a weight update; if the policy version was recorded at the start, it is wrong for the end"),
-    "beginnings": ("some responses begin in a different context", "typical causes: a weight update during sampling, cached prefixes of other "
-                   "prompts, or requests that were preempted and resumed"),
-    "ends": ("from some token on, part of the responses have a different context or other tokens", "typical causes: text that was tokenised "
-             "again, a weight update during sampling, a resumed request, a lost cache, or a template that rewrites earlier turns"),
+    "beginnings": ("some responses begin in a different context", "typical causes: a weight update during sampling, cached prefixes of other prompts, or requests that were preempted and resumed"),
+    "ends": ("from some token on, part of the responses have a different context or other tokens", "typical causes: text that was tokenised again, a weight update during sampling, a resumed request, a lost cache, or a template that rewrites earlier turns"),
 }  # fmt: skip
 
 
@@ -473,24 +434,15 @@ ROW_CONTEXT = _by_cause("row_context", "the two sides read different contexts", 
 _WINDOWS = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
 ONSET = _by_cause(
     "position_onset", "the mismatch begins inside sequences", _ONSETS,
-    recorded="from token {onset} of prompt and response on, the logits differ {times:.2g} times as much as before, exactly "
-    "where the recorded {setting} of {window} cuts off the first token, so one side's window has a different size",
-    in_rows="in {num_rows:,} of {of_rows:,} sequences, the logits differ by {high:.2g} nats (median) {end} one token, which "
-    "varies from sequence to sequence; all other tokens differ by {low:.2g}{whole_text}; {hint}",
+    recorded="from token {onset} of prompt and response on, the logits differ {times:.2g} times as much as before, exactly where the recorded {setting} of {window} cuts off the first token, so one side's window has a different size",
+    in_rows="in {num_rows:,} of {of_rows:,} sequences, the logits differ by {high:.2g} nats (median) {end} one token, which varies from sequence to sequence; all other tokens differ by {low:.2g}{whole_text}; {hint}",
 )  # fmt: skip
-_EXPERTS = (
-    ", as if two routers chose different experts for them; the trace does not show whether the model has experts",
-    "; the model is a mixture of experts, and for these tokens, the two sides' routers chose different ones",
-)
-ROUTER_FLIPS = Fault(
-    code="router_flips", title="the two sides choose different experts", broken="engine",
-    evidence={
-        "router_tail": "{tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the median ({bulk:.2g} nats in "
-        "the logit){experts_text}"
-    },
-    words={"router_tail": lambda n: {"experts_text": _EXPERTS[n["experts_known"]]}},
-    causes={"unknown": "a few tokens differ far more than the rest, as in mixtures of experts"},
-)  # fmt: skip
+ROUTER_FLIPS = Fault(code="router_flips", title="the two sides choose different experts", broken="engine", evidence={
+    "router_tail": "{tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the median ({bulk:.2g} nats in the logit){experts_known}"
+}, clauses={"experts_known": {
+    0: ", as if two routers chose different experts for them; the trace does not show whether the model has experts",
+    1: "; the model is a mixture of experts, and for these tokens, the two sides' routers chose different ones",
+}}, causes={"unknown": "a few tokens differ far more than the rest, as in mixtures of experts"})  # fmt: skip
 
 KINDS: Mapping[str, tuple[Fault, str]] = {
     "weights": (WEIGHTS, ""), "model": (COMPUTATION, ""), "noise": (NOT_REPEATABLE, ""),
@@ -778,28 +730,13 @@ def _place(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 _EVIDENCE = {
-    "place": "{num_tokens:,} of {of_tokens:,} tokens, {where}, differ by {size:.3g} nats on average, and the rest by "
-    "{elsewhere:.2g} nats{sign_text}"
+    "place": "{num_tokens:,} of {of_tokens:,} tokens, {where}, differ by {size:.3g} nats on average, and the rest by {elsewhere:.2g} nats{sign_text}"
 }
 _CAUSES = {"last_of_truncated": "truncated", "token_id": "some_ids", "token_before": "after_some_ids"}
 
-ONE_PLACE = Fault(
-    code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE,
-    words={"place": _place},
-    causes={"truncated": "the last token of truncated responses is wrong, as if another token, such as an end token, had replaced the sampled one",
-            "some_ids": "some token ids are scored wrongly, because their rows in the output head, a bias, or the ids themselves are wrong",
-            "after_some_ids": "tokens after some ids are scored wrongly, so these ids may have wrong embeddings",
-            "ids": "tokens with ids above or below a limit are wrong, possibly because of a vocabulary shard, added tokens, or ids stored in too few bits"},
-)  # fmt: skip
-BOUNDARY = Fault(
-    code="chunk_boundary", title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",
-    broken="computation", evidence=_EVIDENCE, words={"place": _place},
-)  # fmt: skip
-SUBSET = Fault(
-    code="subset", title="the mismatch is concentrated in part of the run", broken="engine",
-    evidence={"column": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {times} times the mismatch of the rest (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"},
-    words={"column": lambda n: {"where": where_text({**n, "feature": n["column"]}), "times": features.times_text(n["ratio"])}},
-)  # fmt: skip
+ONE_PLACE = Fault(code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE, words={"place": _place}, causes={"truncated": "the last token of truncated responses is wrong, as if another token, such as an end token, had replaced the sampled one", "some_ids": "some token ids are scored wrongly, because their rows in the output head, a bias, or the ids themselves are wrong", "after_some_ids": "tokens after some ids are scored wrongly, so these ids may have wrong embeddings", "ids": "tokens with ids above or below a limit are wrong, possibly because of a vocabulary shard, added tokens, or ids stored in too few bits"})  # fmt: skip
+BOUNDARY = Fault(code="chunk_boundary", title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly", broken="computation", evidence=_EVIDENCE, words={"place": _place})  # fmt: skip
+SUBSET = Fault(code="subset", title="the mismatch is concentrated in part of the run", broken="engine", evidence={"column": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {times} times the mismatch of the rest (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"}, words={"column": lambda n: {"where": where_text({**n, "feature": n["column"]}), "times": features.times_text(n["ratio"])}})  # fmt: skip
 
 
 def _sizes(data: PairData, inside: np.ndarray) -> dict[str, Number]:
@@ -880,26 +817,14 @@ def _bound(n: Mapping[str, Any]) -> dict[str, str]:
     return {"level_text": f"{n['level']:.4g}", "bound_text": bound}
 
 
-ROUNDING = Fault(
-    code="rounding", title="rounding at the expected level", broken=None,
-    evidence={
-        "rounding": "the logits differ by {level_text} nats rms{bound_text}, and no single token differs by more than "
-        "rounding"
-    },
-    words={"rounding": _bound},
-    causes={"high": "probably rounding, at an unusually high level"},
-)  # fmt: skip
-TOO_FEW = Fault(
-    code="too_few", title="too few tokens", broken=None,
-    evidence={
-        "too_few": "only {num_tokens:,} comparable tokens; with fewer than {least:,}, only missing values, bitwise "
-        "equality and gross errors are checked, so record more sequences"
-    },
-)  # fmt: skip
+ROUNDING = Fault(code="rounding", title="rounding at the expected level", broken=None, evidence={
+    "rounding": "the logits differ by {level_text} nats rms{bound_text}, and no single token differs by more than rounding"
+}, words={"rounding": _bound}, causes={"high": "probably rounding, at an unusually high level"})  # fmt: skip
+TOO_FEW = Fault(code="too_few", title="too few tokens", broken=None, evidence={
+    "too_few": "only {num_tokens:,} comparable tokens; with fewer than {least:,}, only missing values, bitwise equality and gross errors are checked, so record more sequences"
+})  # fmt: skip
 
-NOT_COMPARED = Fault(
-    code="not_compared", title="no engine logprobs to compare", broken=None, evidence={"no_rollout": "{why}"},
-)  # fmt: skip
+NOT_COMPARED = Fault(code="not_compared", title="no engine logprobs to compare", broken=None, evidence={"no_rollout": "{why}"})  # fmt: skip
 
 
 def not_compared(why: str) -> Finding:
@@ -918,14 +843,9 @@ def _off(numbers: Mapping[str, Any]) -> dict[str, str]:
     return words | {"where": words["where"] or f"they are scattered over {rows} and {numbers['num_ids']:,} token ids"}
 
 
-UNEXPLAINED = Fault(
-    code="unexplained", title="some tokens differ by more than rounding, and no known cause explains them", broken="computation",
-    evidence={
-        "off": "{num_tokens:,} of {of_tokens:,} tokens differ by {size:.3g} nats on average and at most "
-        "{largest:.3g}. Rounding in {dtypes} cannot cause this, and no known cause explains it: {where}{sign_text}"
-    },
-    words={"off": _off},
-)  # fmt: skip
+UNEXPLAINED = Fault(code="unexplained", title="some tokens differ by more than rounding, and no known cause explains them", broken="computation", evidence={
+    "off": "{num_tokens:,} of {of_tokens:,} tokens differ by {size:.3g} nats on average and at most {largest:.3g}. Rounding in {dtypes} cannot cause this, and no known cause explains it: {where}{sign_text}"
+}, words={"off": _off})  # fmt: skip
 
 
 def rounding(data: PairData) -> Finding:

@@ -62,10 +62,7 @@ def _pair_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"pairs": ", ".join(pairs[:4]) + ", ..." * (numbers["num_sequences"] > 4)}
 
 
-_BLOCKS = (
-    "blocks within a row are in the wrong order, as if its context-parallel chunks had been joined wrongly (distinct "
-    "displacements: {num_offsets:,}; most common: {offset:+,} tokens)"
-)
+_BLOCKS = "blocks within a row are in the wrong order, as if its context-parallel chunks had been joined wrongly (distinct displacements: {num_offsets:,}; most common: {offset:+,} tokens)"
 
 
 def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -89,53 +86,26 @@ def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"counted_text": _COUNTED[what].format(of)}
 
 
-SHIFT = Fault(
-    code="shift", title="one side is shifted by a token", broken="recording",
-    words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _shift_words},
-    causes={"own": "one side's rows are shifted by different numbers of tokens (wrong padding or offsets)",
-            "neighbour": "some tokens have their neighbours' values",
-            "doubled": "some tokens were recorded twice",
-            "reversed": "one side's values are in reverse order",
-            "lost": "some of one side's values are missing, and later values have moved up"},
-    evidence={
-        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows in {b} are shifted relative to {a}, by "
-        "different numbers of tokens ({least:+d} to {largest:+d}): shifted back, they differ by {moved:.2g} nats per "
-        "token, but by {unmoved:.2g} as recorded; each row is shifted {counted_text}",
-        "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
-        "reversed_chunks": "in each chunk of {chunk} tokens, {b} runs backwards: read from the end of the chunk, it "
-        "differs from {a} by {moved:.2g} nats on average",
-        "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
-        f"average, but by {{unmoved:.2g}} as recorded (differences are capped at {CAP_NATS:g})",
-        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}{where} belong to {whose}: on average, they are "
-        "within {moved:.2g} nats of the other side's value at that token, but {size:.2g} from its value at the token "
-        "where they are recorded{more_text}",
-        "lost": f"{_ROWS_OFF} lack {{num_lost}} {{side}} value(s) at some token (position {{first_place}} to {{last_place}}): the later values "
-        "have moved up to fill the gap, and the end of the row is filled with {filler:g}",
-        "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
-    },
-)  # fmt: skip
-RETOKENISED = Fault(
-    code="retokenised", title="the two sides scored different tokenisations of the text", broken="recording",
-    evidence={
-        "moved_after_place": f"{_AFTER}the text was decoded and re-encoded into different tokens",
-        "impossible_after_place": f"{_ROWS_OFF} agree up to a position that differs by row (token {{first_place}} to "
-        "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from that "
-        "token on, so the two sides scored different tokens",
-    },
-)  # fmt: skip
-ROW_PAIRING = Fault(
-    code="row_pairing", title="some of one side's rows belong to a different sequence", broken="recording",
-    words={"other_rows": _pair_words},
-    evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values from a different row in the same or a neighbouring step: {{pairs}}"},
-)  # fmt: skip
-MISPLACED = Fault(
-    code="misplaced", title="one side's values belong to different tokens, because blocks or rows are in the wrong order",
-    broken="recording", words={"found_elsewhere": _order_words},
-    evidence={
-        "found_elsewhere": "{num_tokens:,} values of {side} match {other} at different tokens, to within "
-        "{residual:.2g} nats on average; as recorded, they differ by {size:.2g} nats: {order_text}",
-    },
-)  # fmt: skip
+SHIFT = Fault(code="shift", title="one side is shifted by a token", broken="recording", words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _shift_words}, causes={"own": "one side's rows are shifted by different numbers of tokens (wrong padding or offsets)", "neighbour": "some tokens have their neighbours' values", "doubled": "some tokens were recorded twice", "reversed": "one side's values are in reverse order", "lost": "some of one side's values are missing, and later values have moved up"}, evidence={
+    "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows in {b} are shifted relative to {a}, by different numbers of tokens ({least:+d} to {largest:+d}): shifted back, they differ by {moved:.2g} nats per token, but by {unmoved:.2g} as recorded; each row is shifted {counted_text}",
+    "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
+    "reversed_chunks": "in each chunk of {chunk} tokens, {b} runs backwards: read from the end of the chunk, it differs from {a} by {moved:.2g} nats on average",
+    "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
+    f"average, but by {{unmoved:.2g}} as recorded (differences are capped at {CAP_NATS:g})",
+    "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}{where} belong to {whose}: on average, they are within {moved:.2g} nats of the other side's value at that token, but {size:.2g} from its value at the token where they are recorded{more_text}",
+    "lost": f"{_ROWS_OFF} lack {{num_lost}} {{side}} value(s) at some token (position {{first_place}} to {{last_place}}): the later values "
+    "have moved up to fill the gap, and the end of the row is filled with {filler:g}",
+    "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
+})  # fmt: skip
+RETOKENISED = Fault(code="retokenised", title="the two sides scored different tokenisations of the text", broken="recording", evidence={
+    "moved_after_place": f"{_AFTER}the text was decoded and re-encoded into different tokens",
+    "impossible_after_place": f"{_ROWS_OFF} agree up to a position that differs by row (token {{first_place}} to "
+    "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from that token on, so the two sides scored different tokens",
+})  # fmt: skip
+ROW_PAIRING = Fault(code="row_pairing", title="some of one side's rows belong to a different sequence", broken="recording", words={"other_rows": _pair_words}, evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values from a different row in the same or a neighbouring step: {{pairs}}"})  # fmt: skip
+MISPLACED = Fault(code="misplaced", title="one side's values belong to different tokens, because blocks or rows are in the wrong order", broken="recording", words={"found_elsewhere": _order_words}, evidence={
+    "found_elsewhere": "{num_tokens:,} values of {side} match {other} at different tokens, to within {residual:.2g} nats on average; as recorded, they differ by {size:.2g} nats: {order_text}",
+})  # fmt: skip
 
 
 def find_placement(data: PairData) -> list[Hypothesis]:

@@ -32,34 +32,21 @@ _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}{ids_text}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
     "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens at steps that were not inspected individually",
-    "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens "
-    "({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of "
-    "{mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
-    "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} "
-    "averages {other_mean:.3g} nats (minimum {other_min:.3g}){reason_text}",
-    "merged": "in {num_sequences:,} sequences, {side} is 0 for {num_tokens:,} tokens, and their logprobs are added to the logprob "
-    "{where} them ({other}'s sums agree to {residual:.2g} nats), as if several tokens had arrived as one",
-    "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
-    "different contexts, far more often than any nearby value",
-    "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the "
-    "{num_tokens:,} tokens has {what} over its sequence instead of its logprob",
-    "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_text}",
-    "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts "
-    "name {differing}: {copied_text}",
-    "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, but "
-    "differ at {share_before:.0%} of the earlier tokens, with the same contracts, so one is a copy of the other "
-    "from that step on",
-    "shifted_mask": "{side} has no logprob for {num_tokens:,} tokens in the loss, but has logprobs for {num_left_out:,} "
-    "masked tokens of the same sequences, so the loss mask is {displaced_text}",
-    "reference": "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, "
-    "but train and rollout differ by more than rounding, so train may contain the reference's logprobs",
-    "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
-    "contracts name {differing}, so one pass is a copy of the other in these sequences",
+    "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens ({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of {mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
+    "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} averages {other_mean:.3g} nats (minimum {other_min:.3g}){reason_text}",
+    "merged": "in {num_sequences:,} sequences, {side} is 0 for {num_tokens:,} tokens, and their logprobs are added to the logprob {where} them ({other}'s sums agree to {residual:.2g} nats), as if several tokens had arrived as one",
+    "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and different contexts, far more often than any nearby value",
+    "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the {num_tokens:,} tokens has a {what} over its sequence instead of its logprob",
+    "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_known}",
+    "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts name {differing}: {copied_text}",
+    "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, but differ at {share_before:.0%} of the earlier tokens, with the same contracts, so one is a copy of the other from that step on",
+    "shifted_mask": "{side} has no logprob for {num_tokens:,} tokens in the loss, but has logprobs for {num_left_out:,} masked tokens of the same sequences, so the loss mask is {displaced_text}",
+    "reference": "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, but train and rollout differ by more than rounding, so train may contain the reference's logprobs",
+    "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their contracts name {differing}, so one pass is a copy of the other in these sequences",
 }
 _REASONS = {
     "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, so these tokens were not sampled from the policy",
-    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, and each of these tokens is the last in "
-    "its response, so they were appended after sampling",
+    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, and each of these tokens is the last in its response, so they were appended after sampling",
     "after_end": "; these tokens{ids_text} extend to the end of their responses, so padding is included in the loss",
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
     "none": "",
@@ -68,7 +55,12 @@ _PLACES = {
     "scattered": "scattered over {num_sequences:,} sequences",
     "whole": "(every token of {num_sequences:,} of {of_sequences:,} sequences)",
 }
-_CONTRACTS = ("no contract implies that they should differ", "their contracts describe the same numerics")
+_CLAUSES = {
+    "contracts_known": {
+        0: "no contract implies that they should differ",
+        1: "their contracts describe the same numerics",
+    }
+}
 
 
 def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -97,7 +89,6 @@ _WORDS = {
             {**n, "ids_text": f", all with id {n['token_id']}," if "token_id" in n else ""}
         )
     },
-    "equal_bits": lambda n: {"contracts_text": _CONTRACTS[n["contracts_known"]]},
     "equal_against_contracts": _differences, "copied_rows": _differences,
     "shifted_mask": lambda n: {"displaced_text": n.get("cause") or _displaced(int(n["num_late"]))},
 }  # fmt: skip
@@ -106,7 +97,9 @@ _WORDS = {
 def _fault(code: str, title: str, *signals: str, **causes: str) -> Fault:
     evidence = {signal: _EVIDENCE[signal] for signal in signals}
     broken: Broken | None = None if code == "equal" else "recording"
-    return Fault(code=code, title=title, broken=broken, evidence=evidence, words=_WORDS, causes=causes)
+    return Fault(
+        code=code, title=title, broken=broken, evidence=evidence, words=_WORDS, clauses=_CLAUSES, causes=causes
+    )
 
 
 _MISSING = ("missing", "missing_in_both", "missing_elsewhere")
@@ -413,7 +406,7 @@ def find_constant_rows(data: PairData) -> Iterator[Hypothesis]:
         if asked.sum() < 3 or not np.all(spread[asked] < 1e-3) or np.std(side.values) < 1e-3:
             continue
         off_sum, off_mean = np.abs(own - others * num)[asked], np.abs(own - others)[asked]
-        what = "a sum" if np.median(off_sum) < np.median(off_mean) else "a mean"
+        what = "sum" if np.median(off_sum) < np.median(off_mean) else "mean"
         numbers = {**side.names, **counts(data), "what": what}
         finding = PLACEHOLDERS.finding(data, "constant_rows", next=commands.tokens(data), numbers=numbers)
         yield predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum())

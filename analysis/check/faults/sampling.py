@@ -32,7 +32,7 @@ from ..pair_data import (
     value_rounding,
 )
 from ..sample import MOST_LOST, ratio_in_bits, unscaled_ratio
-from ..where import occurrences, part_of_rows
+from ..where import occurrences, part_of_rows, where_text
 
 MAX_LEFT = 0.3
 """Maximum share of the mismatch left unexplained by an explanation that predicts each value."""
@@ -50,131 +50,55 @@ def _recorded_temperatures(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"recorded_text": f"; recorded: {', '.join(parts)}" if parts else ""}
 
 
-def _recorded_penalty(numbers: Mapping[str, Any]) -> dict[str, str]:
-    recorded = "" if numbers["recorded"] is None else f"; recorded: repetition_penalty {numbers['recorded']:g}"
-    how_often = "for each time it occurred earlier" if numbers.get("by_count") else "if it occurred earlier"
-    return {"recorded_text": recorded, "how_often": how_often}
-
-
 def _moved_ids(numbers: Mapping[str, Any]) -> dict[str, str]:
     ids = f"{numbers['num_ids']:,} token ids" if numbers["num_ids"] > 1 else f"token id {numbers['ids']}"
     is_lower = numbers["mean_ids"] < 0
     return {"ids_text": ids, "lowers": "lowers" if is_lower else "raises", "raises": "raises" if is_lower else "lowers"}
 
 
-_COPIES = (
-    ". All tokens lose the same factor, {copies}, as if the softmax summed over the vocabulary {copies} times, for "
-    "example over tensor-parallel ranks that each have all logits"
-)
-
-
-TEMPERATURE = Fault(
-    code="temperature", title="temperature on one side only", broken="recording",
-    evidence={
-        "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted; {least:.3g} to "
-        "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
-        "divided": "{side}'s logprobs were computed at temperature 1 and divided by {temperature:g}, but not normalised "
-        "again: they differ from {other}'s nearly always in the same direction, by {slope:.2g} times (1/T - 1) times the "
-        "entropy (correlation {correlation:.2f}), where T is the recorded temperature",
-        "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
-        "({num_values} different values, {least:g} to {largest:g}), so {side} applies each row's temperature, but "
-        "{other} uses one temperature for all rows",
-    },
-    words={"scaled_logits": _recorded_temperatures},
-    causes={"divided": "one side's logprobs are divided by the temperature, but not normalised again",
-            "scale": "one side's logits are scaled, e.g. by a temperature, a soft cap, or a factor in the head or its norm"},
-)  # fmt: skip
-TRUNCATION = Fault(
-    code="truncation",
-    title="one side's softmax covers fewer tokens: top-p, top-k or min-p, a grammar, or forbidden tokens",
-    broken="recording",
-    causes={
-        "filter": "one side's logprobs were renormalised after top-p, top-k or min-p",
-        "forbidden": "one side forbids token ids that the other side sampled",
-        "masked": "one side cuts off tokens that the other side sampled, as if it applied top-p, top-k or min-p to its own logits",
-    },
-    evidence={
-        "forbidden": "{side} has about {value:.4g} nats at all {num_tokens:,} tokens with certain ids (number of ids: "
-        "{num_ids:,}), where {other} has {other_mean:.3g} nats on average, so {side} forbids these ids, but sampling "
-        "allowed them",
-        "masked": "{side} has about {value:.4g} nats at {num_tokens:,} tokens scattered over {num_sequences:,} "
-        "sequences, where {other} has {other_mean:.3g} nats on average ({elsewhere_mean:.3g} elsewhere), so {side} masks "
-        "improbable tokens that sampling kept",
-        "kept_mass": "{side}'s logprobs are never below {other}'s, so they were renormalised over the tokens that "
-        "sampling kept, which have {kept_mass:.4g} of {other}'s probability mass on average, and at least "
-        "{least_mass:.3g}{recorded_text}",
-    },
-    words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
-)
-_AS_WITH = {
-    "": "as with label smoothing of {smoothing:.3g}",
-    "flattened": "as if its logits were capped or scaled by a wrong formula",
-}
-SMOOTHED = Fault(
-    code="smoothed", title="one side's logprobs are mixed with their mean over the vocabulary, as in label smoothing",
-    broken="recording",
-    evidence={
-        "smoothed": "{side}'s logprobs are below {other}'s at all tokens, by the largest amount at likely ones: the "
-        "difference is {mean:.3g} nats at tokens with a probability of 1, and shrinks by {smoothing:.3g} nats for "
-        "each nat by which the logprob is lower, {as_with}"
-    },
-    words={"smoothed": lambda n: {"as_with": _AS_WITH[str(n["cause"])].format_map(n)}},
-    causes={"flattened": "one side's distribution is far flatter: its logits are capped or scaled wrongly"},
-)  # fmt: skip
-PADDED_VOCABULARY = Fault(
-    code="padded_vocabulary",
-    title="one side's softmax covers more tokens: vocabulary padding, forbidden tokens, or a shard that the other side "
-    "lacks",
-    broken="computation",
-    evidence={
-        "lost_mass": "{side}'s logprobs are never above {other}'s, because {side} gives {lost_mass:.3g} of its probability to "
-        "ids that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, "
-        "or a vocabulary shard missing in {other}{copies_text}"
-    },
-    words={"lost_mass": lambda n: {"copies_text": _COPIES.format_map(n) if n.get("copies") else ""}},
-)
-GRAMMAR = Fault(
-    code="grammar", title="one side was sampled under a grammar, so its softmax covers only the allowed tokens",
-    broken="recording",
-    evidence={
-        "allowed_tokens": "{side} was sampled under a grammar (structured outputs), so its softmax covers only the "
-        "allowed tokens, but {other}'s covers all tokens; of the {of_tokens:,} tokens sampled under a grammar, "
-        "{num_tokens:,} have a logprob that is higher in {side} by more than rounding (at most {largest:.3g} nats), "
-        "and {num_lower:,} have a lower one"
-    },
-)  # fmt: skip
-PENALTY = Fault(
-    code="penalty",
-    title="a repetition, presence or frequency penalty, a logit bias or a token filter on one side only",
-    broken="recording",
-    evidence={
-        "repeated": "{side} lowers a token's logit by {slope:.3g} {how_often} in the {counted}, as with a "
-        "repetition, presence or frequency penalty; this explains {r2:.0%} of the difference in log-odds (logprobs "
-        "change by {mean_repeated:+.2g} nats on average at repeated tokens and by {mean_new:+.2g} at new "
-        "ones){recorded_text}",
-        "token_ids": "{side} {lowers} the logprobs of {ids_text} ({mean_ids:+.2g} nats on average) and {raises} all "
-        "others ({mean_rest:+.2g}), as with a logit bias or a token filter",
-        "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same logprob "
-        "difference. Of {num_pairs:,} such pairs, {num_equal:,} agree and {num_shifted:,} disagree by {bias:.3g} nats, "
-        "so one side shifts the logits of some tokens, as with a logit bias or a penalty",
-        "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
-        "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, "
-        "logprob + entropy averages {mean:.3g} nats ({mean_rest:.2g} in the rest), so these sequences were sampled at "
-        "a different temperature or with a filter",
-        "sampled_elsewhere": "the passes agree, but logprob + entropy averages {mean:.3g} nats instead of 0, "
-        "so sampling applied a temperature, filter or penalty that neither pass applies, or neither pass is in "
-        "nats{recorded_text}",
-    },
-    words={
-        "repeated": _recorded_penalty,
-        "token_ids": _moved_ids, "judged": judged_words, "sampled_elsewhere": _recorded_penalty,
-    },
-    causes={
-        "repeated": "a repetition, presence or frequency penalty on one side only",
-        "token_ids": "a logit bias or token filter on one side only",
-        "sampled_elsewhere": "the tokens were sampled from a distribution that neither side recorded",
-    },
-)  # fmt: skip
+TEMPERATURE = Fault(code="temperature", title="temperature on one side only", broken="recording", evidence={
+    "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted; {least:.3g} to {largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
+    "divided": "{side}'s logprobs were computed at temperature 1 and divided by {temperature:g}, but not normalised again: they differ from {other}'s nearly always in the same direction, by {slope:.2g} times (1/T - 1) times the entropy (correlation {correlation:.2f}), where T is the recorded temperature",
+    "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows ({num_values} different values, {least:g} to {largest:g}), so {side} applies each row's temperature, but {other} uses one temperature for all rows",
+}, words={"scaled_logits": _recorded_temperatures}, causes={"divided": "one side's logprobs are divided by the temperature, but not normalised again", "scale": "one side's logits are scaled, e.g. by a temperature, a soft cap, or a factor in the head or its norm"})  # fmt: skip
+TRUNCATION = Fault(code="truncation", title="one side's softmax covers fewer tokens: top-p, top-k or min-p, a grammar, or forbidden tokens", broken="recording", causes={
+    "filter": "one side's logprobs were renormalised after top-p, top-k or min-p",
+    "forbidden": "one side forbids token ids that the other side sampled",
+    "masked": "one side cuts off tokens that the other side sampled, as if it applied top-p, top-k or min-p to its own logits",
+}, evidence={
+    "forbidden": "{side} has about {value:.4g} nats at all {num_tokens:,} tokens with certain ids (number of ids: {num_ids:,}), where {other} has {other_mean:.3g} nats on average, so {side} forbids these ids, but sampling allowed them",
+    "masked": "{side} has about {value:.4g} nats at {num_tokens:,} tokens scattered over {num_sequences:,} sequences, where {other} has {other_mean:.3g} nats on average ({elsewhere_mean:.3g} elsewhere), so {side} masks improbable tokens that sampling kept",
+    "kept_mass": "{side}'s logprobs are never below {other}'s, so they were renormalised over the tokens that sampling kept, which have {kept_mass:.4g} of {other}'s probability mass on average, and at least {least_mass:.3g}{recorded}",
+}, clauses={"recorded": "; recorded: {recorded}"})  # fmt: skip
+SMOOTHED = Fault(code="smoothed", title="one side's logprobs are mixed with their mean over the vocabulary, as in label smoothing", broken="recording", evidence={
+    "smoothed": "{side}'s logprobs are below {other}'s at all tokens, by the largest amount at likely ones: the difference is {mean:.3g} nats at tokens with a probability of 1, and shrinks by {smoothing:.3g} nats for each nat by which the logprob is lower, {cause}"
+}, clauses={"cause": {"": "as with label smoothing of {smoothing:.3g}", "flattened": "as if its logits were capped or scaled by a wrong formula"}}, causes={"flattened": "one side's distribution is far flatter: its logits are capped or scaled wrongly"})  # fmt: skip
+PADDED_VOCABULARY = Fault(code="padded_vocabulary", title="one side's softmax covers more tokens: vocabulary padding, forbidden tokens, or a shard that the other side lacks", broken="computation", evidence={
+    "lost_mass": "{side}'s logprobs are never above {other}'s, because {side} gives {lost_mass:.3g} of its probability to ids that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, or a vocabulary shard missing in {other}{copies}"
+}, clauses={
+    "copies": ". All tokens lose the same factor, {copies}, as if the softmax summed over the vocabulary {copies} times, for example over tensor-parallel ranks that each have all logits"
+})  # fmt: skip
+GRAMMAR = Fault(code="grammar", title="one side was sampled under a grammar, so its softmax covers only the allowed tokens", broken="recording", evidence={
+    "allowed_tokens": "{side} was sampled under a grammar (structured outputs), so its softmax covers only the allowed tokens, but {other}'s covers all tokens; of the {of_tokens:,} tokens sampled under a grammar, {num_tokens:,} have a logprob that is higher in {side} by more than rounding (at most {largest:.3g} nats), and {num_lower:,} have a lower one"
+})  # fmt: skip
+PENALTY = Fault(code="penalty", title="a repetition, presence or frequency penalty, a logit bias or a token filter on one side only", broken="recording", evidence={
+    "repeated": "{side} lowers a token's logit by {slope:.3g} {by_count} in the {counted}, as with a repetition, presence or frequency penalty; this explains {r2:.0%} of the difference in log-odds (logprobs change by {mean_repeated:+.2g} nats on average at repeated tokens and by {mean_new:+.2g} at new ones){recorded}",
+    "token_ids": "{side} {lowers} the logprobs of {ids_text} ({mean_ids:+.2g} nats on average) and {raises} all others ({mean_rest:+.2g}), as with a logit bias or a token filter",
+    "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same logprob difference. Of {num_pairs:,} such pairs, {num_equal:,} agree and {num_shifted:,} disagree by {bias:.3g} nats, so one side shifts the logits of some tokens, as with a logit bias or a penalty",
+    "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
+    "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, logprob + entropy averages {mean:.3g} nats ({mean_rest:.2g} in the rest), so these sequences were sampled at a different temperature or with a filter",
+    "sampled_elsewhere": "the passes agree, but logprob + entropy averages {mean:.3g} nats instead of 0, so sampling applied a temperature, filter or penalty that neither pass applies, or neither pass is in nats{recorded}",
+}, words={
+    "token_ids": _moved_ids, "judged": judged_words,
+    "sampled_by_rows": lambda n: {"where": where_text(n).removeprefix("all ")},
+}, clauses={
+    "recorded": "; recorded: repetition_penalty {recorded:g}",
+    "by_count": {1: "for each time it occurred earlier", 0: "if it occurred earlier"},
+}, causes={
+    "repeated": "a repetition, presence or frequency penalty on one side only",
+    "token_ids": "a logit bias or token filter on one side only",
+    "sampled_elsewhere": "the tokens were sampled from a distribution that neither side recorded",
+})  # fmt: skip
 
 # --- A factor on the logits
 
@@ -590,7 +514,7 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     if part is not None:
         where, rows = part
         inside, values = rows[data.seq], side.values + entropy
-        numbers |= counts(data, inside) | {"where": where.removeprefix("all ")}
+        numbers |= counts(data, inside) | where
         numbers |= {"mean": float(np.nanmean(values[inside])), "mean_rest": float(np.nanmean(values[~inside]))}
     else:
         # Overly likely tokens are reported only if the recording rules out a filter and a temperature. Overly unlikely
@@ -615,30 +539,28 @@ def _judged(data: PairData) -> tuple[Side, np.ndarray] | None:
     return None if any(unscaled_ratio(data.sample, side.own)) else (side, side.own.entropy[data.keep])
 
 
-def unapplied_setting(data: PairData) -> str:
-    """Describe a recorded setting that the samples of two equal passes contradict. Empty if there is none.
+def unapplied_setting(data: PairData) -> dict[str, Any]:
+    """Describe a recorded setting (`signal`) that the samples of two equal passes contradict. Empty if there is none.
 
     If top_p keeps a token with probability p, more than 1 - top_p of the probability mass is on tokens that are at most
     as likely, so the entropy exceeds (1 - top_p) * -ln(p), unless the logprobs were renormalised.
     """
     data = data.within(data.updates_behind[data.seq] == 0)
     if not data.num_kept or np.median(logit_error(data)) > allowed_noise(data):
-        return ""  # the distribution of a wrong model says nothing about the samples
+        return {}  # the distribution of a wrong model says nothing about the samples
     if (found := _judged(data)) is None or ratio_in_bits(-found[0].values, found[1]):
-        return ""
+        return {}
     (side, entropy), heat = found, data.sample.settings["temperature"]
     top_p = data.sample.settings["top_p"][data.seq]
     is_clear = side.sampled_score >= CLEAR and side.sampled_mean >= 0.05
     if is_clear and np.all((heat > 0) & (heat <= 1)) and not _is_plain(data) and not recorded_filter(data):
-        cause = (
-            "neither pass applies it, or sampling applied" if np.min(heat) < 1 else "sampling applied a lower one or"
-        )
-        return f"temperature = {np.median(heat):g} is recorded, but logprob + entropy averages {side.sampled_mean:.2g} nats instead of 0: {cause} a filter that was not recorded, unless likely responses were selected"
+        numbers = {"temperature": float(np.median(heat)), "is_below_1": bool(np.min(heat) < 1)}
+        return {"signal": "temperature", "mean": side.sampled_mean, **numbers}
     likely = (side.values > np.log(0.9)) & (side.values < 0)
     share = float(np.mean((-side.values * (1 - top_p) > 1.1 * entropy + 0.1)[top_p < 1])) if (top_p < 1).any() else 0.0
     if share < 0.01 or likely.sum() < max(FEW, 3 * (side.values == 0).sum()):
-        return ""  # renormalised probabilities of likely tokens are 1
-    return f"top_p = {np.nanmedian(top_p):g} is recorded, but it would have left out {share:.1%} of the tokens, judging by their logprobs and entropies"
+        return {}  # renormalised probabilities of likely tokens are 1
+    return {"signal": "top_p", "top_p": float(np.nanmedian(top_p)), "left_out": share}
 
 
 def _is_plain(data: PairData) -> bool:

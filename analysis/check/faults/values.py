@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -42,35 +43,25 @@ _NAMES = {unit: name for unit, (name, _) in _UNITS.items()} | {
     "moving_average": "an exponential moving average along the response (weight {factor:.3g} for the current token)",
     "curve": "an unknown function of the other side's logprobs ({curve})",
 }
-NOT_LOGPROBS = Fault(
-    code="not_logprobs", title="values are not logprobs: some are above 0", broken="recording",
-    evidence={
-        "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}, but "
-        "a logprob is at most 0, and no known unit makes these values agree with the other side"
-    },
-)  # fmt: skip
-UNIT = Fault(
-    code="log_base", title="one side's logprobs are not natural logarithms, or are scaled", broken="recording",
-    causes={"clamped": "one side's logprobs are clamped to within a fixed distance of the other's"},
-    evidence={
-        "clamped": "{a} and {b} differ by exactly {limit:.6g} nats, in either direction, at {num_tokens:,} of "
-        "{of_tokens:,} tokens and never by more, so one side was clamped to within {limit:.6g} nats of the other, "
-        "which hides the mismatch",
-        "other_unit": "{side} contains {unit_text}: excluding the worst 10%, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
-    },
-    words={"other_unit": lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": 1.0} | dict(n))}},
-)  # fmt: skip
-LOW_PRECISION = Fault(
-    code="low_precision_head", title="one side's head or log-softmax has low precision", broken="computation",
-    causes={"stored": "one side's logprobs are stored with too few digits"},
-    evidence={
-        "rounded_logprobs": "every {side} logprob has {dtype} precision, so the log-softmax was computed or stored in low precision",
-        "rounded_values": "every {side} logprob is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
-        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract declares float32, so the head "
-        "was computed or stored in low precision",
-    },
-    words={"rounded_values": lambda n: {"grid_text": _grid_text(n["dtype"])}},
-)  # fmt: skip
+
+
+def _unit_text(numbers: Mapping[str, Any]) -> str:
+    curve = str(numbers.get("curve")).replace(":", " for ")
+    return _NAMES[numbers["unit"]].format_map({"factor": 1.0, **numbers, "curve": curve})
+
+
+NOT_LOGPROBS = Fault(code="not_logprobs", title="values are not logprobs: some are above 0", broken="recording", evidence={
+    "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}, but a logprob is at most 0, and no known unit makes these values agree with the other side"
+})  # fmt: skip
+UNIT = Fault(code="log_base", title="one side's logprobs are not natural logarithms, or are scaled", broken="recording", causes={"clamped": "one side's logprobs are clamped to within a fixed distance of the other's"}, evidence={
+    "clamped": "{a} and {b} differ by exactly {limit:.6g} nats, in either direction, at {num_tokens:,} of {of_tokens:,} tokens and never by more, so one side was clamped to within {limit:.6g} nats of the other, which hides the mismatch",
+    "other_unit": "{side} contains {unit_text}: excluding the worst 10%, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
+}, words={"other_unit": lambda n: {"unit_text": _unit_text(n)}})  # fmt: skip
+LOW_PRECISION = Fault(code="low_precision_head", title="one side's head or log-softmax has low precision", broken="computation", causes={"stored": "one side's logprobs are stored with too few digits"}, evidence={
+    "rounded_logprobs": "every {side} logprob has {dtype} precision, so the log-softmax was computed or stored in low precision",
+    "rounded_values": "every {side} logprob is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
+    "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract declares float32, so the head was computed or stored in low precision",
+}, words={"rounded_values": lambda n: {"grid_text": _grid_text(n["dtype"])}})  # fmt: skip
 
 
 def _grid_text(precision: str) -> str:
@@ -82,45 +73,24 @@ def _grid_text(precision: str) -> str:
     return f"the logarithm of a multiple of {precision.split()[-1]}" if "/" in precision else f"a {precision} number"
 
 
-_SAMPLED = {
+UNRELATED = Fault(code="unrelated", title="one side's values do not belong to the sampled tokens", broken="recording", evidence={
+    "negative_entropies": "{side} contains the negative entropies of the distributions, not the logprobs of the {num_tokens:,} sampled tokens",
+    "most_probable": "{side} is never below {other}, and equal to it where the most probable token was sampled, so {side} contains the logprobs of the most probable tokens, not those of the {num_tokens:,} sampled ones",
+    "same_in_context": "{side}, unlike {other}, has equal values in {num_equal:,} of {num_pairs:,} pairs where two different tokens follow the same prefix, so it contains a property of the distribution, such as its entropy or largest logprob, not the sampled tokens' logprobs",
+    "no_correlation": "{side} and {other} logprobs are uncorrelated (correlation {correlation:.2f} over {num_tokens:,} tokens, overall or among tokens with the same id){sampled}",
+    "scattered": "{num_tokens:,} values in {num_sequences:,} of {of_sequences:,} sequences differ by {size:.2g} nats on average, and at these tokens {side} and {other} are uncorrelated (correlation {correlation:.2f}): the values belong to different tokens",
+    "judged": judged("values that were stored, gathered or modified incorrectly"),
+}, words={"judged": judged_words}, clauses={"sampled": {
     "unknown": ": they come from different tokens, were reordered, or come from different models",
-    "improbable": ", and they average {mean_lower:.3g} nats in {side} but {mean_higher:.3g} in {other}, so "
-    "{side} scored different tokens or a different text, or one side's weights are broken",
-    "from_other": ", and {sampler}'s logprob + entropy averages {mean:.2g} nats, so the tokens were sampled from {sampler}'s "
-    "distribution and {side}'s values are not their logprobs",
-    "from_neither": ", and {sampler}'s logprob + entropy averages {mean:.2g} nats, so the tokens were not sampled "
-    "from {sampler}'s distribution, and one side has broken weights or scored different text",
-}
-UNRELATED = Fault(
-    code="unrelated", title="one side's values do not belong to the sampled tokens", broken="recording",
-    evidence={
-        "negative_entropies": "{side} contains the negative entropies of the distributions, not the logprobs of the "
-        "{num_tokens:,} sampled tokens",
-        "most_probable": "{side} is never below {other}, and equal to it where the most probable token was sampled, "
-        "so {side} contains the logprobs of the most probable tokens, not those of the {num_tokens:,} sampled ones",
-        "same_in_context": "{side}, unlike {other}, has equal values in {num_equal:,} of {num_pairs:,} pairs where two "
-        "different tokens follow the same prefix, so it contains a property of the distribution, such as its entropy "
-        "or largest logprob, not the sampled tokens' logprobs",
-        "no_correlation": "{side} and {other} logprobs are uncorrelated (correlation {correlation:.2f} over "
-        "{num_tokens:,} tokens, overall or among tokens with the same id){sampled_text}",
-        "scattered": "{num_tokens:,} values in {num_sequences:,} of {of_sequences:,} sequences differ by {size:.2g} "
-        "nats on average, and at these tokens {side} and {other} are uncorrelated (correlation {correlation:.2f}): "
-        "the values belong to different tokens",
-        "judged": judged("values that were stored, gathered or modified incorrectly"),
-    },
-    words={
-        "judged": judged_words,
-        "no_correlation": lambda n: {
-            "sampled_text": _SAMPLED[n["sampled"]].format_map({**n, "mean": n["sampled_mean"] or 0.0})
-        },
-    },
-    causes={
-        "unknown": "the two sides' values are unrelated: different tokens, a different text, or a broken model on one side",
-        "from_neither": "the two sides' values are unrelated: one side has broken weights or scored a different text",
-        "improbable": "the two sides' values are unrelated: one side scored a different text or has a broken model",
-        "values": "recorded values are not the sampled tokens' logprobs: they were stored, gathered or modified incorrectly",
-    },
-)  # fmt: skip
+    "improbable": ", and they average {mean_lower:.3g} nats in {side} but {mean_higher:.3g} in {other}, so {side} scored different tokens or a different text, or one side's weights are broken",
+    "from_other": ", and {sampler}'s logprob + entropy averages {sampled_mean:.2g} nats, so the tokens were sampled from {sampler}'s distribution and {side}'s values are not their logprobs",
+    "from_neither": ", and {sampler}'s logprob + entropy averages {sampled_mean:.2g} nats, so the tokens were not sampled from {sampler}'s distribution, and one side has broken weights or scored different text",
+}}, causes={
+    "unknown": "the two sides' values are unrelated: different tokens, a different text, or a broken model on one side",
+    "from_neither": "the two sides' values are unrelated: one side has broken weights or scored a different text",
+    "improbable": "the two sides' values are unrelated: one side scored a different text or has a broken model",
+    "values": "recorded values are not the sampled tokens' logprobs: they were stored, gathered or modified incorrectly",
+})  # fmt: skip
 MIN_CORRELATION = 0.3
 """Minimum correlation of related passes. It stays above 0.8 with rounding, different weights or a different
 temperature, and is about 0 for unrelated values."""
@@ -230,7 +200,7 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
     if offset > 1e-12 and np.min(values) > np.log(offset) - 1e-3:
         yield "floor", other + values - np.log(p + offset), {"factor": offset}, 8.0
     some = np.argsort(other, kind="stable")[np.linspace(0, len(other) - 1, 5).astype(int)]
-    shape = ", ".join(f"{values[each]:.3g} for {other[each]:.3g}" for each in some)
+    shape = ", ".join(f"{values[each]:.3g}:{other[each]:.3g}" for each in some)
     yield "curve", _curve(data, values, other), {"curve": shape}, 8.0
 
 
