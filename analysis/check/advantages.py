@@ -29,27 +29,25 @@ _LEVELS = ("maximum", "minimum", "median")
 _RULES = {
     "batch_constant": "a constant for the whole batch", "nothing": "nothing", "batch_mean": "the batch's mean",
     "token_mean": "the mean over the batch's tokens", "padded_mean": "the mean over the batch's tokens and padding",
-    "group_and_padded_mean": "the group's mean and then the mean over the batch's tokens and padding",
-    "maximum": "the group's maximum", "minimum": "the group's minimum", "median": "the group's median",
-    "first_row": "the reward of the group's first row", "first_rows": "the mean of the group's first {last} rows",
-    "half": "the mean over the half of the group that contains the row", "mean_times": "{last} times the group's mean",
+    "group_and_padded_mean": "the group's mean and then the mean over the batch's tokens and padding", "maximum": "the group's maximum",
+    "minimum": "the group's minimum", "median": "the group's median", "first_row": "the reward of the group's first row",
+    "first_rows": "the mean of the group's first {last} rows", "half": "the mean over the half of the group that contains the row",
+    "mean_times": "{last} times the group's mean",
     "mean_of_turns": "the mean over all turns of the group, so that a trajectory counts once for each of its turns",
     "mean_of_own_turns": "the mean over all turns of the group, in which earlier turns count with their own reward",
     "mean_of_every_row": "the mean of every {last}th row", "mean_of_neighbours": "the mean of {last} neighbouring rows",
     "mean_of_some_groups": "the mean of {last} rows from several groups", "previous_group_mean": "the previous group's mean",
-    "next_group_mean": "the next group's mean", "previous_step_mean": "the previous step's group's mean",
-    "divided_by_length": "divided by the response length", "times_length": "multiplied by the response length",
-    "rewards_in_group": "rewards of the same group in another order", "rewards_moved": "rewards moved by {last} rows",
-    "rewards_sample_major": "rewards in sample-major order", "rewards_prompt_major": "rewards in prompt-major order",
-    "rewards_of_next": "the rewards of the next step", "rewards_of_previous": "the rewards of the previous step",
-    "advantages_in_step": "advantages of the same step in another order",
+    "next_group_mean": "the next group's mean", "previous_step_mean": "the previous step's group's mean", "divided_by_length": "divided by the response length",
+    "times_length": "multiplied by the response length", "rewards_in_group": "rewards of the same group in another order",
+    "rewards_moved": "rewards moved by {last} rows", "rewards_sample_major": "rewards in sample-major order",
+    "rewards_prompt_major": "rewards in prompt-major order", "rewards_of_next": "the rewards of the next step",
+    "rewards_of_previous": "the rewards of the previous step", "advantages_in_step": "advantages of the same step in another order",
     "deviation": "divided by the group's standard deviation", "mean": "divided by the group's mean reward",
-    "deviation_plus": "divided by the group's standard deviation plus {last}",
-    "variance": "divided by the variance of the group's rewards", "root_mean_square": "divided by the root mean square of the group's rewards",
+    "deviation_plus": "divided by the group's standard deviation plus {last}", "variance": "divided by the variance of the group's rewards",
+    "root_mean_square": "divided by the root mean square of the group's rewards",
     "root_of_deviation": "divided by the square root of the standard deviation of the group's rewards",
     "times_deviation": "multiplied by the standard deviation of the group's rewards",
-    "previous_group_deviation": "divided by the previous group's standard deviation",
-    "next_group_deviation": "divided by the next group's standard deviation",
+    "previous_group_deviation": "divided by the previous group's standard deviation", "next_group_deviation": "divided by the next group's standard deviation",
     "previous_step_deviation": "divided by the previous step's group's standard deviation",
     "deviation_of_part": "divided by the standard deviation of each 1/{last} of the batch's rows",
 }  # fmt: skip
@@ -112,10 +110,7 @@ FROM (SELECT run, step, seq_id, response_mask AS mask, row_number() OVER () AS p
     FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0 AND {asked}
 ) USING (run, step, seq_id), LATERAL (SELECT list_filter(every, lambda x, position: coalesce(mask[position], true)) AS d) ORDER BY step, place
 """
-_KL_FORMS = {
-    "sum": "the sum of train - reference", "mean": "the mean of train - reference", "squares": "half the sum of its squares",
-    "k3": "the sum of its k3 estimates",
-}  # fmt: skip
+_KL_FORMS = {"sum": "the sum of train - reference", "mean": "the mean of train - reference", "squares": "half the sum of its squares", "k3": "the sum of its k3 estimates"}  # fmt: skip
 # Comparing all pairs of rows would be slow, so compare hashes of prompt prefixes with another row's length.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
@@ -150,9 +145,8 @@ class DataRows:
         self.is_per_token = bool(self.rows["is_per_token"].any())
 
     def find(
-        self, fault: DataFault, affected: np.ndarray, steps: np.ndarray | None = None, *, signal: str = "",
-        rows: np.ndarray | None = None, sample: Sample | None = None, least: int = 1, notice: bool = False,
-        notice_if_whole: bool = False, finding: Finding | None = None, **numbers: Any,
+        self, fault: DataFault, affected: np.ndarray, steps: np.ndarray | None = None, *, signal: str = "", rows: np.ndarray | None = None,
+        sample: Sample | None = None, least: int = 1, notice: bool = False, notice_if_whole: bool = False, finding: Finding | None = None, **numbers: Any,
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if at least `least` of the tested rows or steps are `affected` ([N] bool).
 
@@ -434,15 +428,12 @@ def shifted(at: np.ndarray, in_group: int = 1) -> dict[str, np.ndarray]:
     return moves
 
 
-def rule_text(rule: str) -> str:
+def rule_words(numbers: Mapping[str, Any]) -> dict[str, str]:
+    rule = str(numbers.get("rule", "nothing"))
     moved = rule.replace("advantages_", "rewards_")
     name, _, last = moved.rpartition("_")
     phrase = _RULES.get(rule) or _RULES.get(moved) or _RULES[name].format(last=last)
-    return phrase if moved == rule or rule in _RULES else phrase.replace("rewards", "advantages")
-
-
-def rule_words(numbers: Mapping[str, Any]) -> dict[str, str]:
-    return {"rule": rule_text(numbers["rule"])} if "rule" in numbers else {}
+    return {"rule": phrase if moved == rule or rule in _RULES else phrase.replace("rewards", "advantages")}
 
 
 @dataclass(frozen=True)
@@ -687,10 +678,8 @@ def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
     yield "nothing", np.zeros(len(count))
     yield from zip(_LEVELS, (ordered[last], ordered[last + 1 - count], median), strict=True)
     for num in range(1, min(int(np.median(count)), 17)):
-        yield (
-            f"first_rows_{num}" if num > 1 else "first_row",
-            np.bincount(g, r * (rank < num)) / np.bincount(g, rank < num),
-        )
+        name = f"first_rows_{num}" if num > 1 else "first_row"
+        yield name, np.bincount(g, r * (rank < num)) / np.bincount(g, rank < num)
     for name, group in _neighbours(line.at).items():
         yield f"{name}_mean", np.append(line.r, np.nan)[group]
     sets = _sets(rows)
@@ -883,7 +872,8 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     asked = (np.nan_to_num(size / rows.spread) > 1e-3) & (rows.length > 0)
     if asked.sum() < 30:
         return None
-    zero, pairs, usual = asked & (a == 0), [], []
+    zero, usual = asked & (a == 0), []
+    pairs: list[tuple[np.ndarray, np.ndarray, dict[str, Any]]] = []
     # The ratio of the sample's standard deviation to the population's depends on the group size.
     for given in (rows.x, rows.x / rows.spread, rows.x / rows.spread * np.sqrt(1 - 1 / rows.n)):
         ratio = np.divide(a, given, out=np.full(len(a), np.nan), where=asked)
@@ -894,14 +884,8 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         factor = float(np.median(rest)) if len(rest) else 1.0
         rule = "sign" if abs(factor + 1) < CLOSE else "factor"
         # Factors near 1 do not count, because a leave-one-out baseline's n / (n - 1) varies with the group size.
-        pairs += [
-            (
-                usual[-1],
-                (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1),
-                {"signal": rule, "factor": factor},
-            )
-        ]
-        pairs += [(usual[-1], zero, {"signal": "zero"})]
+        others = (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1)
+        pairs += [(usual[-1], others, {"signal": rule, "factor": factor}), (usual[-1], zero, {"signal": "zero"})]
     divided = max(usual[1:], key=np.sum)
     fewer = divided.sum() < usual[0].sum()
     pairs += [(usual[0], divided, {"signal": "divided"}) if fewer else (divided, usual[0], {"signal": "not_divided"})]
@@ -1027,16 +1011,12 @@ def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFindin
     return None
 
 
-def _recorded(numbers: Mapping[str, Any]) -> dict[str, str]:
-    return {"recorded": " and ".join(f"{key} = {value:g}" for key, value in numbers.get("recorded", {}).items())}
-
-
 _ALONG_KL = "within groups, advantages are the rewards {coefficient:+.3g} times {term} over the response's tokens, "
 _KL_WRONG = data_fault("kl_penalty_wrong", "the KL penalty {signal}", {
     "sign": _ALONG_KL + "so training moves the policy away from the reference",
     "averaged": _ALONG_KL + "so a long response's divergence costs no more than a short one's, unlike with a sum",
     "coefficient": _ALONG_KL + "although {recorded} is recorded, unless rewards were scaled beforehand",
-}, BY_GROUP, words=_recorded, term=_KL_FORMS, signal={
+}, BY_GROUP, words=lambda n: {"recorded": " and ".join(f"{key} = {value:g}" for key, value in n.get("recorded", {}).items())}, term=_KL_FORMS, signal={
     "sign": "has the wrong sign", "averaged": "is averaged over tokens", "coefficient": "has a different coefficient than recorded",
 })  # fmt: skip
 
@@ -1064,10 +1044,8 @@ def _shares(numbers: Mapping[str, Any]) -> dict[str, str]:
 _OF_PARTS = data_fault("advantages_of_parts", "reward functions are {signal}", {
     "normalised": "advantages are the sum of reward functions: {of_group} normalised within each group, {of_batch} by one factor in the whole batch",
     "weighted": "advantages are {weights}, up to a factor, {are_normalised}, but {are_recorded} {expected}",
-}, BY_GROUP, words=_shares, signal={
-    "normalised": "normalised over different rows", "weighted": "weighted differently in the advantages",
-}, are_normalised={True: "each normalised within its group", False: "added"},
-    are_recorded={True: "the recorded weights are", False: "the reward is"},
+}, BY_GROUP, words=_shares, signal={"normalised": "normalised over different rows", "weighted": "weighted differently in the advantages"},
+    are_normalised={True: "each normalised within its group", False: "added"}, are_recorded={True: "the recorded weights are", False: "the reward is"},
 )  # fmt: skip
 
 

@@ -73,13 +73,14 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
         if sample is not None and len(sample.tokens):
             found |= {finding.code: finding for finding in check_tokens(run, sample)}
     faults = {code for code, finding in found.items() if not finding.is_notice}
-    known = [(FAULTS[finding.code, finding.signal], finding) for finding in found.values()]
+    fault_of = {code: FAULTS[code, finding.signal] for code, finding in found.items()}
     kept = [
-        (finding.is_notice, finding.is_notice and fault.is_often_intended, finding)
-        for fault, finding in known
-        if (found.keys() if finding.is_notice else faults).isdisjoint(fault.hidden_by)
-    ]
-    return tuple(finding for *_, finding in sorted(kept, key=lambda each: each[:2]))
+        finding for code, finding in found.items()
+        if (found.keys() if finding.is_notice else faults).isdisjoint(fault_of[code].hidden_by)
+    ]  # fmt: skip
+    return tuple(
+        sorted(kept, key=lambda each: (each.is_notice, each.is_notice and fault_of[each.code].is_often_intended))
+    )
 
 
 _NOT_FINITE_VALUES = "{num:,} values of {column} are NaN or infinite"
@@ -151,9 +152,8 @@ def _nan_source(run: DataRows, lost: np.ndarray) -> dict[str, Any]:
         if (is_nan := is_given & ~np.isfinite(values)).any():
             sources[name, bool(lost_reward[is_nan].all())] = is_nan
     sources["reward", False] = lost_reward
-    for ((name, with_reward), is_nan), (scope, cell) in itertools.product(
-        sources.items(), (("group", run.cell), ("step", run.at))
-    ):
+    cells = {"group": run.cell, "step": run.at}
+    for ((name, with_reward), is_nan), (scope, cell) in itertools.product(sources.items(), cells.items()):
         reached = (mean_of(cell, 1.0 * is_nan) > 0) & ((run.labels > 0) | (scope == "step"))
         if reached[lost].all() and (mean_of(cell, 1.0 * lost)[reached] > 0).all():
             are_all = bool((lost == reached).all())
@@ -344,9 +344,7 @@ _TEXT_NATS = 30.0
 """Minimum log likelihood ratio between two orders of the rewards."""
 
 
-_OF_RESPONSES = (
-    ": lengths, finish reasons and frequent tokens explain {best:.0%} of their variance, but {own:.0%} as recorded"
-)
+_OF_RESPONSES = ": lengths, finish reasons and frequent tokens explain {best:.0%} of their variance, but {own:.0%} as recorded"  # fmt: skip
 _UNLIKE_RESPONSES = data_fault("rewards_unlike_responses", "rewards belong to other rows", {
     "moved": "rewards depend on the responses of other rows ({rule})" + _OF_RESPONSES,
     "sorted": "rewards depend on the responses of other rows ({name} and the response lengths, each sorted within its step)" + _OF_RESPONSES,
@@ -1191,15 +1189,11 @@ _KL_JUMP = 5.0
 """Maximum factor by which a controller changes the KL coefficient between two steps."""
 
 
-_PER_TOKEN = (
-    "in {num:,} rows, each token's advantage is {factor:.3g} times {lag} token's logprob difference {name} - train"
-)
+_PER_TOKEN = "in {num:,} rows, each token's advantage is {factor:.3g} times {lag} token's logprob difference {name} - train"  # fmt: skip
 _OF_PASS = data_fault("advantages_of_pass", "distillation advantages {signal}", {
     "sign": _PER_TOKEN + ", so training moves the policy away from {name}, apart from a constant for each row",
     "other_tokens": _PER_TOKEN + ", apart from a constant for each row",
-}, lag={0: "its", 1: "the previous", -1: "the next"}, signal={
-    "sign": "have the wrong sign", "other_tokens": "belong to other tokens",
-})  # fmt: skip
+}, lag={0: "its", 1: "the previous", -1: "the next"}, signal={"sign": "have the wrong sign", "other_tokens": "belong to other tokens"})  # fmt: skip
 
 
 def _distilled(run: DataRows, other: str, step: np.ndarray, row: np.ndarray, a: np.ndarray, kl: np.ndarray, place: np.ndarray) -> list[DataFinding] | None:  # fmt: skip

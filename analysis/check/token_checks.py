@@ -242,11 +242,8 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     final = np.maximum(sample.starts[1:] - 1, 0)
     ended = stopped & (last >= 0) & ~sample.mask[final]
     ids = np.unique(sample.tokens[final][ended])
-    if (
-        ended.sum() > max(3, 0.9 * stopped.sum())
-        and len(ids) == 1
-        and not (sample.mask & (sample.tokens == ids[0])).any()
-    ):
+    is_dropped = len(ids) == 1 and not (sample.mask & (sample.tokens == ids[0])).any()
+    if ended.sum() > max(3, 0.9 * stopped.sum()) and is_dropped:
         yield from of_cut(ended, "end", int(ended.sum()), int(ids[0]))
         return
     cut = sampled & (place < first[sample.seq])

@@ -85,16 +85,13 @@ WEIGHTS = Fault(code="weights_differ", title="the weights differ: stale, partly 
     "reference": "{side}'s logprobs are {part:.0%} of the way from {other}'s to the reference's at {num_steps:,} of {of_steps:,} steps ({span_text}), which accounts for {weight:.0%} of the mismatch there",
     "frozen": "from step {since} on, {side} gives the same tokens in the same context the same logprobs at every step (they differ by {own:.2g} nats rms in the logit over {num_tokens:,} repeated tokens), while {other}'s change by {moved:.2g} nats",
     "follows": "when {other}'s logprobs of the same tokens in the same context change from step to step, {side}'s change the same way, but only {part:.0%} as far (over {num_tokens:,} repeated tokens)",
-    "judged": features.judged(
-        "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different version; a policy version recorded before the engine loaded its weights; a key-value cache from before a sync or sleep; or trainer logprobs from the reference model or from after the update"
-    ),
+    "judged": features.judged("a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different version; a policy version recorded before the engine loaded its weights; a key-value cache from before a sync or sleep; or trainer logprobs from the reference model or from after the update"),
 }, words={
     "engine_weights": _tensor, "one_adapter": features.judged_words, "judged": features.judged_words,
     "reference": lambda n: {"span_text": f"from {n['first_step']} to {n['last_step']}" if n["num_steps"] > 1 else f"step {n['first_step']}"},
 }, causes={
     "stale_weights": "one side's weights are a step or more behind",
-    "partial_sync": "some weights were not synchronised",
-    "adapter": "the adapter is on one side only",
+    "partial_sync": "some weights were not synchronised", "adapter": "the adapter is on one side only",
     "quantised": "one side's weights are quantised",
     "after_update": "one side was scored after the update on the same batch",
     "never_synchronised": "the trainer's weights were never sent to the engine",
@@ -371,9 +368,7 @@ MAX_NAMED = 20
 
 COMPUTATION = Fault(code="computation_differs", title="one side's model differs throughout", broken="computation", evidence={
     "equal_weights": f"the engine sampled with the trainer's weights (all tensor digests agree), but {features.SIZE}",
-    "judged": features.judged(
-        "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft cap, expert or precision"
-    ),
+    "judged": features.judged("quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft cap, expert or precision"),
     "setting": "the recorded model config has {settings}, which one side may ignore, compute differently, or load the wrong weights for. " + features.SIZE_AND_PLACE,
 }, words=dict.fromkeys(("equal_weights", "judged", "setting"), features.judged_words), causes={
     "since": "one side's model or numerics changed during the run",

@@ -62,15 +62,11 @@ def _pair_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"pairs": ", ".join(pairs[:4]) + ", ..." * (numbers["num_sequences"] > 4)}
 
 
-_BLOCKS = "blocks within a row are in the wrong order, as if its context-parallel chunks had been joined wrongly (distinct displacements: {num_offsets:,}; most common: {offset:+,} tokens)"
-
-
 def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     apart = numbers["steps_apart"]
-    steps = "in several steps" if apart is None else f"{apart:+d} step(s) away" if apart else "in the same step"
-    if numbers["order"] == "rows":
-        return {"order_text": f"they belong to different rows, {steps}"}
-    return {"order_text": _BLOCKS.format_map(numbers)}
+    return {
+        "steps": "in several steps" if apart is None else f"{apart:+d} step(s) away" if apart else "in the same step"
+    }
 
 
 _COUNTED = {
@@ -103,8 +99,11 @@ RETOKENISED = Fault(code="retokenised", title="the two sides scored different to
     "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from that token on, so the two sides scored different tokens",
 })  # fmt: skip
 ROW_PAIRING = Fault(code="row_pairing", title="some of one side's rows belong to a different sequence", broken="recording", words={"other_rows": _pair_words}, evidence={"other_rows": f"{_ROWS_OFF} match the {{side}} values from a different row in the same or a neighbouring step: {{pairs}}"})  # fmt: skip
-MISPLACED = Fault(code="misplaced", title="one side's values belong to different tokens, because blocks or rows are in the wrong order", broken="recording", words={"found_elsewhere": _order_words}, evidence={
-    "found_elsewhere": "{num_tokens:,} values of {side} match {other} at different tokens, to within {residual:.2g} nats on average; as recorded, they differ by {size:.2g} nats: {order_text}",
+MISPLACED = Fault(code="misplaced", title="one side's values belong to different tokens, because blocks or rows are in the wrong order", broken="recording", words={"found_elsewhere": _order_words}, clauses={"order": {
+    "rows": "they belong to different rows, {steps}",
+    "blocks": "blocks within a row are in the wrong order, as if its context-parallel chunks had been joined wrongly (distinct displacements: {num_offsets:,}; most common: {offset:+,} tokens)",
+}}, evidence={
+    "found_elsewhere": "{num_tokens:,} values of {side} match {other} at different tokens, to within {residual:.2g} nats on average; as recorded, they differ by {size:.2g} nats: {order}",
 })  # fmt: skip
 
 

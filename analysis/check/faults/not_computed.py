@@ -33,7 +33,7 @@ _EVIDENCE = {
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
     "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens at steps that were not inspected individually",
     "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens ({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of {mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
-    "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} averages {other_mean:.3g} nats (minimum {other_min:.3g}){reason_text}",
+    "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} averages {other_mean:.3g} nats (minimum {other_min:.3g}){reason}",
     "merged": "in {num_sequences:,} sequences, {side} is 0 for {num_tokens:,} tokens, and their logprobs are added to the logprob {where} them ({other}'s sums agree to {residual:.2g} nats), as if several tokens had arrived as one",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and different contexts, far more often than any nearby value",
     "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the {num_tokens:,} tokens has a {what} over its sequence instead of its logprob",
@@ -44,23 +44,19 @@ _EVIDENCE = {
     "reference": "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, but train and rollout differ by more than rounding, so train may contain the reference's logprobs",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their contracts name {differing}, so one pass is a copy of the other in these sequences",
 }
-_REASONS = {
-    "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, so these tokens were not sampled from the policy",
-    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, and each of these tokens is the last in its response, so they were appended after sampling",
-    "after_end": "; these tokens{ids_text} extend to the end of their responses, so padding is included in the loss",
-    "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
-    "none": "",
-}
 _PLACES = {
     "scattered": "scattered over {num_sequences:,} sequences",
     "whole": "(every token of {num_sequences:,} of {of_sequences:,} sequences)",
 }
-_CLAUSES = {
-    "contracts_known": {
-        0: "no contract implies that they should differ",
-        1: "their contracts describe the same numerics",
-    }
-}
+_CLAUSES: Mapping[str, Mapping[Any, str]] = {
+    "contracts_known": {0: "no contract implies that they should differ", 1: "their contracts describe the same numerics"},
+    "reason": {
+        "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, so these tokens were not sampled from the policy",
+        "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, and each of these tokens is the last in its response, so they were appended after sampling",
+        "after_end": "; these tokens{ids_text} extend to the end of their responses, so padding is included in the loss",
+        "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
+    },
+}  # fmt: skip
 
 
 def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -84,11 +80,7 @@ def _displaced(num_late: int) -> str:
 
 _WORDS = {
     "missing": _at, "missing_in_both": _at,
-    "constant": lambda n: {
-        "reason_text": _REASONS[n["reason"]].format_map(
-            {**n, "ids_text": f", all with id {n['token_id']}," if "token_id" in n else ""}
-        )
-    },
+    "constant": lambda n: {"ids_text": f", all with id {n['token_id']}," if "token_id" in n else ""},
     "equal_against_contracts": _differences, "copied_rows": _differences,
     "shifted_mask": lambda n: {"displaced_text": n.get("cause") or _displaced(int(n["num_late"]))},
 }  # fmt: skip
