@@ -844,14 +844,10 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
     return best if np.median(left[best][off]) < 0.01 else "batch_constant"
 
 
-def mixed_rules(rules: Mapping[str, str]) -> dict[str, str]:
-    return {signal: f"in {{num:,}} rows, advantages have {rule}" for signal, rule in rules.items()}
-
-
-MIXED = ("advantages_mixed", "some advantages follow a different rule")
+MIXED = ("advantages_mixed", "some advantages follow a different rule", "in {num:,} rows, advantages have {case}")
 _ZEROED = "been set to 0 although their rewards differ"
 _OTHERS = "{side}, while all others follow the group's mean and scale{are}{counted}"
-_MIXED = data_fault(*MIXED, mixed_rules({
+_MIXED = data_fault(*MIXED, cases={
     "sign": "the wrong sign{is_of_negative}" + _OTHERS, "factor": "{factor:.3g} times the usual scale" + _OTHERS,
     "zero": _ZEROED + _OTHERS, "zeroed": _ZEROED + "{are}{counted}",
     "divided": "been divided by the group's standard deviation" + _OTHERS,
@@ -859,7 +855,7 @@ _MIXED = data_fault(*MIXED, mixed_rules({
     "raw": "the raw reward as their value: all rows except those ranked {ranks} by reward in their group",
     "alone": "the raw reward as their value: they are alone in their group, so they have no baseline",
     "changed": "a different baseline or scale from the rest of their group: they are truncated, and their rewards or advantages may have been changed afterwards",
-}), hidden_by=("not_finite",), is_of_negative=", in all groups with a negative mean reward", side=" (exactly the rows whose reward is {side} than their group's mean)", are={
+}, hidden_by=("not_finite",), is_of_negative=", in all groups with a negative mean reward", side=" (exactly the rows whose reward is {side} than their group's mean)", are={
     "truncated": "; they are truncated, and may be left out of the loss on purpose",
     "copies": "; they copy other rows of their step, as padding rows do, but their tokens count toward the loss",
 }, counted=", but their rewards count in their groups' baselines")  # fmt: skip
@@ -1011,12 +1007,11 @@ def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFindin
     return None
 
 
-_ALONG_KL = "within groups, advantages are the rewards {coefficient:+.3g} times {term} over the response's tokens, "
-_KL_WRONG = data_fault("kl_penalty_wrong", "the KL penalty {signal}", {
-    "sign": _ALONG_KL + "so training moves the policy away from the reference",
-    "averaged": _ALONG_KL + "so a long response's divergence costs no more than a short one's, unlike with a sum",
-    "coefficient": _ALONG_KL + "although {recorded} is recorded, unless rewards were scaled beforehand",
-}, BY_GROUP, words=lambda n: {"recorded": " and ".join(f"{key} = {value:g}" for key, value in n.get("recorded", {}).items())}, term=_KL_FORMS, signal={
+_KL_WRONG = data_fault("kl_penalty_wrong", "the KL penalty {signal}", "within groups, advantages are the rewards {coefficient:+.3g} times {term} over the response's tokens, {case}", BY_GROUP, cases={
+    "sign": "so training moves the policy away from the reference",
+    "averaged": "so a long response's divergence costs no more than a short one's, unlike with a sum",
+    "coefficient": "although {recorded} is recorded, unless rewards were scaled beforehand",
+}, words=lambda n: {"recorded": " and ".join(f"{key} = {value:g}" for key, value in n.get("recorded", {}).items())}, term=_KL_FORMS, signal={
     "sign": "has the wrong sign", "averaged": "is averaged over tokens", "coefficient": "has a different coefficient than recorded",
 })  # fmt: skip
 
@@ -1124,10 +1119,9 @@ _CONSTANT = data_fault("advantages_constant", "constant advantages", "at {num_st
     "prompts": "; every row has its own prompt, so groups formed by prompt contain a single row",
 })  # fmt: skip
 _INVERTED = data_fault("advantages_inverted", "advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}", BY_GROUP)  # fmt: skip
-_SCALED = data_fault("advantages_scaled", "advantages have an unusual scale", {
-    "factor": "advantages are the rewards minus the baseline, {is_divided}multiplied by {factor:.3g}, which no usual normalisation explains",
-    "rule": "advantages are the rewards minus the baseline, {rule}",
-}, BY_GROUP, words=rule_words, hidden_by=("advantages_by_length",), is_divided="divided by the group's standard deviation and ")  # fmt: skip
+_SCALED = data_fault("advantages_scaled", "advantages have an unusual scale", "advantages are the rewards minus the baseline, {case}", BY_GROUP, cases={
+    "factor": "{is_divided}multiplied by {factor:.3g}, which no usual normalisation explains", "rule": "{rule}",
+}, words=rule_words, hidden_by=("advantages_by_length",), is_divided="divided by the group's standard deviation and ")  # fmt: skip
 _UNLIKE_SETTINGS = data_fault("advantages_unlike_settings", "advantages contradict the recorded settings", "{setting} is recorded, but advantages are rewards minus the group's mean, {is_divided} by the group's standard deviation", BY_GROUP, is_divided={True: "divided", False: "not divided"})  # fmt: skip
 _BASELINE = data_fault("baseline", "the baseline is not the group's mean", "advantages are rewards minus {rule} (fit {fit:.4f}; with the group's mean {own:.4f})", BY_GROUP, words=rule_words)  # fmt: skip
 _BASELINE_UNKNOWN = data_fault("baseline_unknown", "advantages do not average 0 within groups", "the groups' mean advantages have a standard deviation of {between:.2f} times the rms advantage, and no known baseline fits", BY_GROUP, hidden_by=("advantages_extreme",))  # fmt: skip

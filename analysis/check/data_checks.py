@@ -40,7 +40,6 @@ from .advantages import (
     is_16_bit,
     is_constant,
     mean_of,
-    mixed_rules,
     numbered,
     rms_of,
     rule_words,
@@ -83,14 +82,12 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     )
 
 
-_NOT_FINITE_VALUES = "{num:,} values of {column} are NaN or infinite"
-_NOT_FINITE = data_fault("not_finite", "NaN or infinite {column}", {
-    "values": _NOT_FINITE_VALUES,
-    "spread": _NOT_FINITE_VALUES + ": {are_all} of each {scope} in which a row's {source}{with_reward} is NaN or infinite",
-}, "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step", is_often_intended=True, are_all={True: "all rows", False: "rows"}, with_reward=", and with it the reward,")  # fmt: skip
-_MISPLACED = data_fault("advantages_misplaced", "advantages do not cover the whole response", {
-    "zeros": "in {num:,} rows, all tokens have the same advantage, except that the {end} {num_zeros:.3g} tokens (median) have 0{are_continued}",
-    "mask": "in {num:,} rows, {num_zeros:,.0f} tokens in the loss have advantage 0, and {num_masked:,.0f} masked tokens do not, as if another row's mask had been applied",
+_NOT_FINITE = data_fault("not_finite", "NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite{case}", "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step", cases={
+    "values": "", "spread": ": {are_all} of each {scope} in which a row's {source}{with_reward} is NaN or infinite",
+}, is_often_intended=True, are_all={True: "all rows", False: "rows"}, with_reward=", and with it the reward,")  # fmt: skip
+_MISPLACED = data_fault("advantages_misplaced", "advantages do not cover the whole response", "in {num:,} rows, {case}", cases={
+    "zeros": "all tokens have the same advantage, except that the {end} {num_zeros:.3g} tokens (median) have 0{are_continued}",
+    "mask": "{num_zeros:,.0f} tokens in the loss have advantage 0, and {num_masked:,.0f} masked tokens do not, as if another row's mask had been applied",
 }, hidden_by=("advantages_mixed",), are_continued="; a later turn continues each of these rows")  # fmt: skip
 _EXTREME = data_fault("advantages_extreme", "extreme advantages", "|advantage| reaches {largest:.4g} ({usual:.3g} is usual), and no baseline or normalisation gives more than {bound:.3g}{are_equal}", BY_STEP, hidden_by=("advantages_scaled", "baseline"), are_equal="; the other rewards in the group are equal, so these advantages were probably divided by a standard deviation that is only a rounding error")  # fmt: skip
 
@@ -294,10 +291,9 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
 
 
 _BATCH_REPEATS = data_fault("batch_repeats", "batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses are the same as at the previous step")  # fmt: skip
-_PAIRS_DIFFER = "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; "
-_REWARDS_UNEQUAL = data_fault("rewards_unequal", "identical responses get different rewards", {
-    "random": _PAIRS_DIFFER + "no shift of the rewards explains this, so the reward is random or belongs to other rows",
-    "moved": _PAIRS_DIFFER + "with {rule}, only {num_left:,} do",
+_REWARDS_UNEQUAL = data_fault("rewards_unequal", "identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; {case}", cases={
+    "random": "no shift of the rewards explains this, so the reward is random or belongs to other rows",
+    "moved": "with {rule}, only {num_left:,} do",
 }, words=rule_words)  # fmt: skip
 
 
@@ -344,10 +340,8 @@ _TEXT_NATS = 30.0
 """Minimum log likelihood ratio between two orders of the rewards."""
 
 
-_OF_RESPONSES = ": lengths, finish reasons and frequent tokens explain {best:.0%} of their variance, but {own:.0%} as recorded"  # fmt: skip
-_UNLIKE_RESPONSES = data_fault("rewards_unlike_responses", "rewards belong to other rows", {
-    "moved": "rewards depend on the responses of other rows ({rule})" + _OF_RESPONSES,
-    "sorted": "rewards depend on the responses of other rows ({name} and the response lengths, each sorted within its step)" + _OF_RESPONSES,
+_UNLIKE_RESPONSES = data_fault("rewards_unlike_responses", "rewards belong to other rows", "rewards depend on the responses of other rows ({case}): lengths, finish reasons and frequent tokens explain {best:.0%} of their variance, but {own:.0%} as recorded", cases={
+    "moved": "{rule}", "sorted": "{name} and the response lengths, each sorted within its step",
 }, words=lambda n: {"name": n.get("name") or "the reward", **rule_words(n)}, hidden_by=("rewards_differ", "rewards_unequal", "rewards_of_other_rows"))  # fmt: skip
 
 
@@ -946,14 +940,13 @@ def _place_of(data: PairData) -> dict[str, Any]:
     return {"signal": "other_tokens", "size": size, "finding": best_fit.finding} if best_fit else {}
 
 
-_EQUAL_BITS = "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; "
 _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS num_equal FROM pair('{a}', '{b}') GROUP BY step ORDER BY step"
-_RATIO_IS_ONE = data_fault("ratio_is_one", "the importance ratio is 1 by construction", {
-    "versions": _EQUAL_BITS + "the weights of {a} are {lag} updates newer than those of {b}",
-    "reused": _EQUAL_BITS + "each batch is used several times, with updates in between",
-    "dtypes": _EQUAL_BITS + "{a} was computed in {dtypes_a}, {b} in {dtypes_b}",
-    "clipped": _EQUAL_BITS + "clipping has no effect, which is correct only with one update per batch",
-}, _EQUAL_BY_STEP)  # fmt: skip
+_RATIO_IS_ONE = data_fault("ratio_is_one", "the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {case}", _EQUAL_BY_STEP, cases={
+    "versions": "the weights of {a} are {lag} updates newer than those of {b}",
+    "reused": "each batch is used several times, with updates in between",
+    "dtypes": "{a} was computed in {dtypes_a}, {b} in {dtypes_b}",
+    "clipped": "clipping has no effect, which is correct only with one update per batch",
+})  # fmt: skip
 _REFERENCE_IS_POLICY = data_fault("reference_is_policy", "the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP)  # fmt: skip
 
 
@@ -1100,8 +1093,7 @@ _GRADES_ANSWER = re.compile(
 _PENALTY = re.compile(r"(?i)penal|overlong|repeti")
 
 
-_IDLE = " ({num:,} rows), while other reward functions vary"
-_FUNCTION_CONSTANT = data_fault("reward_function_constant", "some reward functions are constant", {"always": "{values}" + _IDLE, "since": "from step {start} on, {name} always returns {value:g}" + _IDLE}, words=lambda n: {
+_FUNCTION_CONSTANT = data_fault("reward_function_constant", "some reward functions are constant", "{case} ({num:,} rows), while other reward functions vary", cases={"always": "{values}", "since": "from step {start} on, {name} always returns {value:g}"}, words=lambda n: {
     "values": " and ".join(
         f"{name} returns one value per step for all its rows" if value is None else f"{name} always returns {value:g}"
         for name, value in n.get("values", {}).items()
@@ -1189,10 +1181,8 @@ _KL_JUMP = 5.0
 """Maximum factor by which a controller changes the KL coefficient between two steps."""
 
 
-_PER_TOKEN = "in {num:,} rows, each token's advantage is {factor:.3g} times {lag} token's logprob difference {name} - train"  # fmt: skip
-_OF_PASS = data_fault("advantages_of_pass", "distillation advantages {signal}", {
-    "sign": _PER_TOKEN + ", so training moves the policy away from {name}, apart from a constant for each row",
-    "other_tokens": _PER_TOKEN + ", apart from a constant for each row",
+_OF_PASS = data_fault("advantages_of_pass", "distillation advantages {signal}", "in {num:,} rows, each token's advantage is {factor:.3g} times {lag} token's logprob difference {name} - train{case}, apart from a constant for each row", cases={
+    "sign": ", so training moves the policy away from {name}", "other_tokens": "",
 }, lag={0: "its", 1: "the previous", -1: "the next"}, signal={"sign": "have the wrong sign", "other_tokens": "belong to other tokens"})  # fmt: skip
 
 
@@ -1213,10 +1203,10 @@ def _distilled(run: DataRows, other: str, step: np.ndarray, row: np.ndarray, a: 
     return None
 
 
-_VARY = data_fault("advantages_vary", "advantages vary within responses", {
-    "returns": "in {num:,} rows, advantages vary within the response{setting}{factor}",
-    "rows": "in {num:,} rows, advantages vary within the response: in each row, they have mean 0 and standard deviation 1, as if they were normalised within the row, which removes its reward",
-    "parts_of_rows": "in {num:,} rows, advantages vary within the response: at each step, the values of later tokens are the same linear function of the first tokens' values in all rows, as if parts of rows, such as context-parallel shards, were normalised separately",
+_VARY = data_fault("advantages_vary", "advantages vary within responses", "in {num:,} rows, advantages vary within the response{case}", cases={
+    "returns": "{setting}{factor}",
+    "rows": ": in each row, they have mean 0 and standard deviation 1, as if they were normalised within the row, which removes its reward",
+    "parts_of_rows": ": at each step, the values of later tokens are the same linear function of the first tokens' values in all rows, as if parts of rows, such as context-parallel shards, were normalised separately",
 }, hidden_by=("advantages_misplaced",), is_often_intended=True, setting=", although {setting} implies one advantage per response", factor="; they decay by a factor of {factor:.4g} per token towards the start")  # fmt: skip
 
 
@@ -1274,14 +1264,14 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
             yield from run.find(UNRELATED, known, notice=True, part="all", **numbers)
 
 
-_RETURNS_MIXED = data_fault(*MIXED, mixed_rules({
+_RETURNS_MIXED = data_fault(*MIXED, cases={
     "masked_decay": "a decay of {factor:.4g} per token over masked tokens as well, as if these counted toward the loss",
     "kl_sign": "a KL term with the wrong sign: in units of the reward, the coefficient of the logprob difference train - reference is {coefficient:+.3g}, but {is_whole} at other steps",
     "kl_size": "a KL term with a different magnitude: in units of the reward, the coefficient of the logprob difference train - reference is {coefficient:+.3g}, but {is_whole} at other steps",
     "masked_end": "no share of the return before masked tokens, although advantages after these tokens follow the reward",
     "masked_kl": "the KL penalty of masked tokens, although these tokens do not count toward the loss",
     "lost": "no fixed relation to the next token's advantage and the KL penalty, although they have one at earlier steps",
-}), hidden_by=("not_finite",), is_whole={True: "negative, as for a penalty,", False: "{elsewhere:+.3g}"})  # fmt: skip
+}, hidden_by=("not_finite",), is_whole={True: "negative, as for a penalty,", False: "{elsewhere:+.3g}"})  # fmt: skip
 
 
 def _returns(run: DataRows) -> Iterator[DataFinding]:

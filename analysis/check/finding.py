@@ -145,15 +145,17 @@ class DataFault(Described):
 
 
 def data_fault(
-    code: str, title: str, evidence: str | Mapping[str, str], query: str = BY_ROW, *,
+    code: str, title: str, evidence: str | Mapping[str, str], query: str = BY_ROW, *, cases: Mapping[str, str] | None = None,
     words: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None, hidden_by: tuple[str, ...] = (),
     is_often_intended: bool = False, **clauses: str | Mapping[Any, str],
 ) -> DataFault:  # fmt: skip
-    """Describe a data fault. With a single template as `evidence`, the signal is the code."""
-    signals = {code: evidence} if isinstance(evidence, str) else evidence
+    """Describe a data fault. With a single template as `evidence`, the signals are the `cases`, which replace its `{case}`, or
+    the code."""
+    if isinstance(evidence, str):
+        evidence = {signal: evidence.replace("{case}", case) for signal, case in (cases or {code: ""}).items()}
     return DataFault(
-        code=code, title=title, evidence=signals, query=query, hidden_by=hidden_by, is_often_intended=is_often_intended,
-        words=dict.fromkeys(signals, words) if words else {}, clauses=clauses,
+        code=code, title=title, evidence=evidence, query=query, hidden_by=hidden_by, is_often_intended=is_often_intended,
+        words=dict.fromkeys(evidence, words) if words else {}, clauses=clauses,
     )  # fmt: skip
 
 

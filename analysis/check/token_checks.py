@@ -272,9 +272,6 @@ _ENDED = ("stop", "eos", "end_turn", "stop_sequence", "tool_calls", "tool_call",
 """Finish reasons of responses that the model ended. Others, such as `max_turns` or `abort`, say nothing about the tokens."""
 
 
-_WRONG_REASON = "{num:,} rows have the wrong finish reason: "
-
-
 def _wrong_reasons(numbers: Mapping[str, Any]) -> dict[str, str]:
     longest, found = numbers.get("longest"), numbers.get("reasons", {}).items()
     why = {"length": f"shorter than {longest} tokens and ending with an end token"}
@@ -282,9 +279,9 @@ def _wrong_reasons(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"reasons": ", and ".join(f"{num:,} marked {name!r} although {why.get(name, full)}" for name, num in found)}
 
 
-_FINISH_CONTRADICTS = data_fault("finish_contradicts", "finish reasons contradict the tokens", {
-    "lengths": _WRONG_REASON + "{reasons}",
-    "end_tokens": _WRONG_REASON + "{num:,} marked 'stop' although they end with various tokens instead of an end token",
+_FINISH_CONTRADICTS = data_fault("finish_contradicts", "finish reasons contradict the tokens", "{num:,} rows have the wrong finish reason: {case}", cases={
+    "lengths": "{reasons}",
+    "end_tokens": "{num:,} marked 'stop' although they end with various tokens instead of an end token",
 }, words=_wrong_reasons)  # fmt: skip
 _LIMIT_CONTRADICTS = data_fault("limit_contradicts", "responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,.0f} tokens, but max_tokens is {limit:,.0f}")  # fmt: skip
 _LIMIT_EXCEEDED = data_fault("limit_exceeded", "responses are longer than the recorded limit", "{num:,} rows have up to {length:,.0f} tokens although max_tokens is {limit:,.0f}{cause}", cause={
@@ -370,10 +367,9 @@ def _are_padded(sample: Sample, rows: np.ndarray) -> bool:
     return 2 * len({*map(len, prompts)}) <= len(without)
 
 
-_NO_END = "none of {num:,} responses contains the recorded end token ({ids}), so the policy never learns to sample it: "
-_END_MISSING = data_fault("end_missing", "responses have no end token", {
-    "finished": _NO_END + "they finished (finish reason stop), so it was removed, or stop strings end the responses",
-    "equal_lengths": _NO_END + "every response has {length:,} tokens, so the engine never samples it",
+_END_MISSING = data_fault("end_missing", "responses have no end token", "none of {num:,} responses contains the recorded end token ({ids}), so the policy never learns to sample it: {case}", cases={
+    "finished": "they finished (finish reason stop), so it was removed, or stop strings end the responses",
+    "equal_lengths": "every response has {length:,} tokens, so the engine never samples it",
 }, words=lambda n: {"ids": f"id{'s' * (len(n['ids']) > 1)} {', '.join(map(str, n['ids']))}"})  # fmt: skip
 
 
@@ -394,11 +390,10 @@ def _stripped(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding
 
 
 ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
-_LOST = "{share:.0%} of the entropies recorded for {name} are "
-_ENTROPIES_LOST = data_fault("entropies_lost", "entropies do not belong to the logprobs", {
-    "temperature": _LOST + "impossible given the token's logprob, and the mean of -logprob is {ratio:.2f} times their mean, as if they had been computed without the recorded temperature of {temperature:g}",
-    "others": _LOST + "NaN, or impossible given the token's logprob, as if they belonged to other tokens or another distribution",
-}, ENTROPIES)  # fmt: skip
+_ENTROPIES_LOST = data_fault("entropies_lost", "entropies do not belong to the logprobs", "{share:.0%} of the entropies recorded for {name} are {case}", ENTROPIES, cases={
+    "temperature": "impossible given the token's logprob, and the mean of -logprob is {ratio:.2f} times their mean, as if they had been computed without the recorded temperature of {temperature:g}",
+    "others": "NaN, or impossible given the token's logprob, as if they belonged to other tokens or another distribution",
+})  # fmt: skip
 _IN_BITS = data_fault("entropies_in_bits", "entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats", ENTROPIES)  # fmt: skip
 _SHIFTED = data_fault("entropies_shifted", "entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than at the same position ({own:.2f}), so each entropy belongs to the {which} position", ENTROPIES)  # fmt: skip
 

@@ -1766,6 +1766,7 @@ def test_titles_and_sentences_have_all_their_numbers(tmp_path):
         assert (found.code, found.signal) in DATA_FAULTS
         assert found.title
         assert data_text(found).endswith("affected)" if found.since is None else f"starting at step {found.since})")
+        assert [each for each in found.numbers.values() if isinstance(each, str) and " " in each] == []
 
 
 def test_sampled_tokens_whose_logprobs_are_lost_are_no_tool_tokens(tmp_path):
