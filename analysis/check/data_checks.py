@@ -25,37 +25,15 @@ from ..trace.columns import attempts, scored_passes
 from ..trace.database import Database
 from ..trace.ragged import array_of, flat
 from . import advantages, metrics, token_checks
-from .advantages import (
-    ALGORITHM,
-    CLOSE,
-    KL_IN_REWARD,
-    MIXED,
-    OF_OTHER_ROWS,
-    TINY,
-    UNRELATED,
-    DataRows,
-    check_advantages,
-    count_of,
-    exact_fits,
-    is_16_bit,
-    is_constant,
-    mean_of,
-    numbered,
-    rms_of,
-    rule_words,
-    shifted,
-    split_steps,
-)
+from .advantages import CLOSE, KL_IN_REWARD, TINY, DataRows, count_of, mean_of, numbered, rms_of, shifted, split_steps
 from .faults import evidence_text
 from .faults.kinds import BY_TIME, MIN_STOPPED
 from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement
 from .faults.sampling import MAX_LEFT, find_one_sided, find_temperature, unapplied_setting
 from .features import FEW, means, movement, not_repeatable, pearson, repeats, wrong_versions
 from .finding import BY_GROUP, BY_STEP, BY_VERSION, DataFault, DataFinding, data_fault
-from .metrics import KL_COEFFICIENT, OF_METRIC, check_metrics
 from .pair_data import PairData, allowed_noise, level, logit_error
 from .sample import CHANCE, PairSums, PassSample, Sample, read_sample
-from .token_checks import ENTROPIES, best_lag, check_tokens
 from .where import PLACE_NATS, places, where_text
 
 
@@ -65,12 +43,12 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     found: dict[str, DataFinding] = {}
     if len(run.at):
         checks = (
-            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _unlike_lengths, _restarts, check_metrics, _ratios,
+            _values, _rewards, _groups, advantages.check_advantages, _returns, _turns, _repeats, _texts, _unlike_lengths, _restarts, metrics.check_metrics, _ratios,
             _reference, _versions, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings, _cut_prompts,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
-            found |= {finding.code: finding for finding in check_tokens(run, sample)}
+            found |= {finding.code: finding for finding in token_checks.check_tokens(run, sample)}
     faults = {code for code, finding in found.items() if not finding.is_notice}
     fault_of = {code: FAULTS[code, finding.signal] for code, finding in found.items()}
     kept = [
@@ -95,8 +73,7 @@ _EXTREME = data_fault("advantages_extreme", "extreme advantages", "|advantage| r
 def _values(run: DataRows) -> Iterator[DataFinding]:
     rows, by_token = run.rows, run.rows["is_per_token"]
     if (lost := rows["lost_reward"]).any():
-        notice = _are_excluded(run, lost)
-        yield from run.find(_NOT_FINITE, lost, signal="values", column="reward", notice=notice)
+        yield from run.find(_NOT_FINITE, lost, signal="values", column="reward", notice=_are_excluded(run, lost))
     if (lost := rows["lost_advantage"]).any():
         source = _nan_source(run, lost)
         yield from run.find(_NOT_FINITE, lost, signal="spread" if source else "values", column="advantage", **source)
@@ -207,14 +184,13 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     response = run.rows["response"]
     if stuck := _stuck(run, rewards):
         later, is_always = stuck
-        numbers: dict[str, Any] = {"value": float(rewards[later][0])}
-        numbers["start"] = None if is_always else int(run.steps[at[later].min()])
-        yield from run.find(_REWARDS_CONSTANT, later, notice=is_always, **numbers)
+        start = None if is_always else int(run.steps[at[later].min()])
+        yield from run.find(_REWARDS_CONSTANT, later, value=float(rewards[later][0]), start=start, notice=is_always)
     ended, which = np.unique(run.ended, return_inverse=True)
     has_failed = np.array([bool(_FAILED.search(name)) for name in ended])[which]
     trains = has_failed & known & (run.rows["loss_length"] > 0) & (np.nan_to_num(run.rows["advantage"]) != 0)
     if trains.any() and np.ptp(rewards[trains]) == 0 and np.ptp(rewards[known & ~has_failed]):
-        numbers = {"reasons": np.unique(run.ended[trains]).tolist(), "value": float(rewards[trains][0])}
+        numbers: dict[str, Any] = {"reasons": np.unique(run.ended[trains]).tolist(), "value": float(rewards[trains][0])}
         yield from run.find(_FAILURES_REWARDED, trains, least=8, notice=True, **numbers)
     asked = np.flatnonzero(known & (response > 0) & (run.labels > 0))
     cell, reward = numbered(run.labels[asked], at[asked]), rewards[asked]
@@ -294,7 +270,7 @@ _BATCH_REPEATS = data_fault("batch_repeats", "batches repeat", "at {num_steps:,}
 _REWARDS_UNEQUAL = data_fault("rewards_unequal", "identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; {case}", cases={
     "random": "no shift of the rewards explains this, so the reward is random or belongs to other rows",
     "moved": "with {rule}, only {num_left:,} do",
-}, words=rule_words)  # fmt: skip
+}, words=advantages.rule_words)  # fmt: skip
 
 
 def _repeats(run: DataRows) -> Iterator[DataFinding]:
@@ -342,7 +318,7 @@ _TEXT_NATS = 30.0
 
 _UNLIKE_RESPONSES = data_fault("rewards_unlike_responses", "rewards belong to other rows", "rewards depend on the responses of other rows ({case}): lengths, finish reasons and frequent tokens explain {best:.0%} of their variance, but {own:.0%} as recorded", cases={
     "moved": "{rule}", "sorted": "{name} and the response lengths, each sorted within its step",
-}, words=lambda n: {"name": n.get("name") or "the reward", **rule_words(n)}, hidden_by=("rewards_differ", "rewards_unequal", "rewards_of_other_rows"))  # fmt: skip
+}, words=lambda n: {"name": n.get("name") or "the reward", **advantages.rule_words(n)}, hidden_by=("rewards_differ", "rewards_unequal", "rewards_of_other_rows"))  # fmt: skip
 
 
 def _texts(run: DataRows) -> Iterator[DataFinding]:
@@ -686,7 +662,7 @@ _USE_KL = r"(^|[./_])use_kl(_loss|_in_reward|_penalty)?$"
 _KL_METRIC = re.compile(r"(^|/)(ref_?kl|kl(_(loss|rewards?|penalty|div|ref))?)(/(mean|avg))?$")
 
 
-_KL_IS_ZERO = data_fault("kl_is_zero", "the KL to the reference is always 0", "{name} is logged as 0 at all {num:,} steps, although {setting} is recorded, so the KL term has no effect: the reference was not computed, or it is the policy itself", OF_METRIC)  # fmt: skip
+_KL_IS_ZERO = data_fault("kl_is_zero", "the KL to the reference is always 0", "{name} is logged as 0 at all {num:,} steps, although {setting} is recorded, so the KL term has no effect: the reference was not computed, or it is the policy itself", metrics.OF_METRIC)  # fmt: skip
 
 
 def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
@@ -696,8 +672,8 @@ def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
     names = {name: is_zero for name, is_zero in logged if _KL_METRIC.search(name)}
     # Of several KL terms, only one may have a weight: slime logs `rollout/kl` as 0 if the KL is part of the loss.
     is_used = run.switched_on(_USE_KL) or not run.setting(_USE_KL, "")
-    if names and all(names.values()) and is_used and run.number(KL_COEFFICIENT):
-        numbers: dict[str, Any] = {"name": min(names), "setting": run.setting(KL_COEFFICIENT, r"[1-9]")}
+    if names and all(names.values()) and is_used and run.number(metrics.KL_COEFFICIENT):
+        numbers: dict[str, Any] = {"name": min(names), "setting": run.setting(metrics.KL_COEFFICIENT, r"[1-9]")}
         yield from run.find(_KL_IS_ZERO, run.steps > -1, run.steps, **numbers)
 
 
@@ -843,7 +819,7 @@ def _replaced_reference(run: DataRows, name: str, data: PairData) -> Iterator[Da
 _SAMPLING_CONTRADICTS = data_fault("sampling_contradicts", "the samples contradict a recorded sampling setting", {
     "temperature": "temperature = {temperature:g} is recorded, but logprob + entropy averages {mean:.2g} nats instead of 0: {is_below_1} a filter that was not recorded, unless likely responses were selected",
     "top_p": "top_p = {top_p:g} is recorded, but it would have left out {left_out:.1%} of the tokens, judging by their logprobs and entropies",
-}, ENTROPIES.replace("{name}", "train"), is_below_1={True: "neither pass applies it, or sampling applied", False: "sampling applied a lower one or"})  # fmt: skip
+}, token_checks.ENTROPIES.replace("{name}", "train"), is_below_1={True: "neither pass applies it, or sampling applied", False: "sampling applied a lower one or"})  # fmt: skip
 _VERSIONS_WRONG = data_fault("versions_wrong", "{name}'s policy versions do not match its weights", "for the same tokens with the same prefix, {name}'s logprobs differ by {size:.2g} nats from those of the same policy version at earlier steps (median, in the logit, over {num_tokens:,} repeated tokens), so {has_restarted}", BY_VERSION, has_restarted={
     True: "the version restarted, as after a resume, so it no longer identifies the weights",
     False: "the recorded version does not increase with each update, or is counted differently from the other pass's",
@@ -928,7 +904,7 @@ def _place_of(data: PairData) -> dict[str, Any]:
     size = float(np.abs(data.d).mean())
     if size < MIN_OFF_NATS or pearson(data.a, data.b) > 0.5:
         return {}
-    if best := best_lag(data.sample.a.logprobs, data.sample.b.logprobs, data.keep, data.sample.seq, LAGS):
+    if best := token_checks.best_lag(data.sample.a.logprobs, data.sample.b.logprobs, data.keep, data.sample.seq, LAGS):
         moved, own, lag = best
         direction = "late" if lag > 0 else "early"
         return {"signal": "shifted", "size": size, "lag": lag, "direction": direction, "moved": moved, "own": own}
@@ -984,8 +960,7 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
         elif is_reused or (a == "current" and reuses):
             numbers = {"signal": "reused"}
         elif all(dtypes) and dtypes[0].isdisjoint(dtypes[1]):
-            dtypes_a, dtypes_b = map(", ".join, dtypes)
-            numbers = {"signal": "dtypes", "dtypes_a": dtypes_a, "dtypes_b": dtypes_b}
+            numbers = {"signal": "dtypes", "dtypes_a": ", ".join(dtypes[0]), "dtypes_b": ", ".join(dtypes[1])}
         elif a == "current" and loss is not None and loss.has_clip and loss.denominator == b:
             numbers, is_notice = {"signal": "clipped"}, True
         else:
@@ -1018,7 +993,7 @@ _REWARDS_WEIGHTED = data_fault("rewards_weighted", "reward functions are not sim
 _REWARDS_DIFFER = data_fault("rewards_differ", "the reward is not the sum of its parts", {
     "moved": "the reward is a weighted sum of the reward functions only with {rule}",
     "some": "the reward is {weights}, except in {num:,} rows, {is_one}",
-}, words=lambda n: _sums(n) | rule_words(n), is_one={True: "where it is {value:g}", False: "where it differs"})  # fmt: skip
+}, words=lambda n: _sums(n) | advantages.rule_words(n), is_one={True: "where it is {value:g}", False: "where it differs"})  # fmt: skip
 
 
 def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
@@ -1041,7 +1016,7 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
     if there.sum() < 20 or np.ptp(reward[there]) == 0:
         return
-    least = (2.0**-8 if is_16_bit(reward[there]) else 1e-4) * np.abs(reward[there]).max()
+    least = (2.0**-8 if advantages.is_16_bit(reward[there]) else 1e-4) * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray, rows: np.ndarray | bool = True) -> np.ndarray | None:
         """Return the weights and constant that reproduce every reward from its parts, or None if no such weights exist."""
@@ -1082,8 +1057,8 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     off = there & (np.abs(parts @ usual - reward) > least)
     if 0 < off.sum() < 0.4 * there.sum():
         numbers = {"weights": by_name(np.r_[usual, 0.0]), "value": float(reward[off][0])}
-        numbers["is_one"] = bool(np.ptp(reward[off]) == 0)
-        yield from find(_REWARDS_DIFFER, off, signal="some", notice=True, **numbers)
+        is_one = bool(np.ptp(reward[off]) == 0)
+        yield from find(_REWARDS_DIFFER, off, signal="some", notice=True, is_one=is_one, **numbers)
 
 
 _GRADES_ANSWER = re.compile(
@@ -1194,8 +1169,8 @@ def _distilled(run: DataRows, other: str, step: np.ndarray, row: np.ndarray, a: 
         at = np.arange(max(lag, 0), len(a) + min(lag, 0))
         at = at[(row[at - lag] == row[at]) & (place[at - lag] == place[at] - lag)]
         cells, cell = np.unique(row[at], return_inverse=True)
-        fit = exact_fits(a[at], -kl[at - lag, None], cell) if len(at) else None
-        if fit and fit.hold and is_constant(fit.slopes[:, 0]):
+        fit = advantages.exact_fits(a[at], -kl[at - lag, None], cell) if len(at) else None
+        if fit and fit.hold and advantages.is_constant(fit.slopes[:, 0]):
             factor = float(np.nanmedian(fit.slopes))
             affected = np.isin(rows, cells[fit.fits]) & (factor < 0 or lag != 0)
             numbers: dict[str, Any] = {"signal": "sign" if factor < 0 else "other_tokens", "factor": factor, "lag": lag}
@@ -1225,7 +1200,9 @@ def _normalised_apart(run: DataRows, step: np.ndarray, row: np.ndarray, a: np.nd
     values = np.bincount(np.unique(np.c_[cell, np.round(a, 6)], axis=0)[:, 0].astype(int))
     known = (second > 0) & (values <= np.minimum(8, num / 2)) & (place[second] == place[second - 1] + 1)
     if known.sum() > max(20, 0.5 * len(known)):
-        fit = exact_fits(a[second][known], a[first][known, None], np.unique(step[first][known], return_inverse=True)[1])
+        fit = advantages.exact_fits(
+            a[second][known], a[first][known, None], np.unique(step[first][known], return_inverse=True)[1]
+        )
         if fit.fits.sum() >= max(3, 0.95 * len(fit.fits)) and np.ptp(fit.slopes[fit.fits]) > 1e-3:
             yield from run.find(_VARY, known, step[first], signal="parts_of_rows", notice=True)
 
@@ -1249,7 +1226,7 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
         (here, error), (rest, _) = related(known & early), related(known & ~early)
         if abs(here) < error < 0.25 and rest > max(0.8, 4 * abs(here)):
             numbers: dict[str, Any] = {"correlation": here, "error": error, "scope": "step", "part": part, "rest": rest}
-            yield from run.find(UNRELATED, known & early, notice=True, **numbers)
+            yield from run.find(advantages.UNRELATED, known & early, notice=True, **numbers)
             return
     own, error = related(known)
     if abs(own) < error and known.sum() >= 200:
@@ -1259,12 +1236,12 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
         is_moved = fits[best] > max(0.5, 3 * error)
         numbers = {"correlation": own, "error": error, "scope": "step", "fit": fits[best]}
         if is_moved:
-            yield from run.find(OF_OTHER_ROWS, known, rule=best, **numbers)
+            yield from run.find(advantages.OF_OTHER_ROWS, known, rule=best, **numbers)
         else:
-            yield from run.find(UNRELATED, known, notice=True, part="all", **numbers)
+            yield from run.find(advantages.UNRELATED, known, notice=True, part="all", **numbers)
 
 
-_RETURNS_MIXED = data_fault(*MIXED, cases={
+_RETURNS_MIXED = data_fault(*advantages.MIXED, cases={
     "masked_decay": "a decay of {factor:.4g} per token over masked tokens as well, as if these counted toward the loss",
     "kl_sign": "a KL term with the wrong sign: in units of the reward, the coefficient of the logprob difference train - reference is {coefficient:+.3g}, but {is_whole} at other steps",
     "kl_size": "a KL term with a different magnitude: in units of the reward, the coefficient of the logprob difference train - reference is {coefficient:+.3g}, but {is_whole} at other steps",
@@ -1281,7 +1258,7 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
         return
     scored = (name for name in scored_passes(run.database) if not name.startswith(REPLAY_PREFIX))
     others = {*scored} - {ROLLOUT, TRAIN, CURRENT, REFERENCE}
-    is_distilled = bool(others or run.setting(ALGORITHM, "distil|opd"))
+    is_distilled = bool(others or run.setting(advantages.ALGORITHM, "distil|opd"))
     for other in (*sorted(others), "reference"):
         table = run.database.connection.execute(_RETURNS.format(asked=run.asked), {"other": other}).fetchnumpy()
         step, row, reward, a, kl, place, counts = map(np.asarray, table.values())

@@ -227,11 +227,9 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     cut = sampled & (place > last[sample.seq]) & ~_repeats_end(sample)
     rows = _rows(sample, cut)
 
-    def of_cut(
-        rows: np.ndarray, part: str, num: int, end_id: int | None = None, *, notice: bool = True
-    ) -> Iterator[DataFinding]:
+    def of_cut(rows: np.ndarray, part: str, num: int, end_id: int | None = None) -> Iterator[DataFinding]:
         numbers = {"num_tokens": num, "num_rows": int(rows.sum()), "part": part, "end_id": end_id}
-        yield from find(_MASK_CUTS, rows, notice=notice, **numbers)
+        yield from find(_MASK_CUTS, rows, notice=part != "beginning", **numbers)
 
     num_asked = stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences
     if rows.sum() > max(3, num_asked / 2):
@@ -251,7 +249,7 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     # A forced prefix is the same in all rows, so tokens that vary between rows were sampled.
     is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, rows.sum() / 10)
     if is_sampled and rows.sum() > max(3, sample.num_sequences / 2):
-        yield from of_cut(rows, "beginning", int(cut.sum()), notice=False)
+        yield from of_cut(rows, "beginning", int(cut.sum()))
     # A tool's tokens are unlikely: the mean of logprob + entropy is 0 only where tokens were sampled.
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), None)
     cut = sampled & ~sample.mask & (place > first[sample.seq]) & (place < last[sample.seq])
