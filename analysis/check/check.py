@@ -401,9 +401,10 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
         return list(found)
     if best.left is not None:
         tokens = best.tokens[data.keep]
-        alike = (
-            (float((place.inside & tokens).sum() / (place.inside | tokens).sum()), place) for place in places(data)
-        )
+        alike = [
+            (float((place.inside & tokens).sum() / (place.inside | tokens).sum()), place)
+            for place in places(data) if place.feature not in kinds.BY_TIME
+        ]  # fmt: skip
         share, place = max(alike, key=lambda each: (each[0], each[1].feature == "token_id"), default=(0.0, None))
         return [_at(found[0], place), *found[1:]] if place and share > 0.9 else list(found)
     off, allowed = nobodys(part), allowed_noise(part)

@@ -44,7 +44,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     if len(run.at):
         checks = (
             _values, _rewards, _groups, advantages.check_advantages, _returns, _turns, _repeats, _texts, _unlike_lengths, _restarts, metrics.check_metrics, _ratios,
-            _reference, _versions, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings, _cut_prompts,
+            _reference, _versions, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _kl_that_grows, _settings, _cut_prompts,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
@@ -677,6 +677,27 @@ def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
         yield from run.find(_KL_IS_ZERO, run.steps > -1, run.steps, **numbers)
 
 
+_OF_REFERENCE = "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, d FROM pair('train', '{name}') ORDER BY step, seq_id, position LIMIT 40"
+_KL_GROWS = data_fault("kl_grows", "the KL to the reference grows in spite of its penalty", "{setting} is recorded, but the mean KL to the reference grows to {kl:.3g} nats per token, which costs {penalty:.2g} per token, more than rewards can usually gain, so the KL term may have the wrong sign or be missing from the loss", _OF_REFERENCE)  # fmt: skip
+_MAX_PENALTY = 0.2
+"""Largest mean KL penalty per token that is worth its cost. In 47 healthy runs of public reports it reaches at most 0.11."""
+
+
+def _kl_that_grows(run: DataRows) -> Iterator[DataFinding]:
+    """Find a KL to the reference that grows further than an objective with a recorded KL penalty lets it."""
+    coefficient = run.number(metrics.KL_COEFFICIENT)
+    if not coefficient or not run.kl:
+        return
+    kl, known = run.kl["k3"], np.isfinite(run.kl["k3"])
+    num = np.bincount(run.at, known * run.rows["loss_length"], len(run.steps))
+    mean = np.divide(np.bincount(run.at, np.where(known, kl, 0.0), len(run.steps)), num, out=0.0 * num, where=num > 0)
+    penalty, grows = coefficient * mean, np.diff(mean[num > 0]) > 0
+    if len(grows) >= 4 and grows.mean() >= 0.8:
+        numbers: dict[str, Any] = {"name": REFERENCE, "setting": run.setting(metrics.KL_COEFFICIENT, r"[1-9]")}
+        numbers |= {"kl": float(mean[num > 0][-1]), "penalty": float(penalty[num > 0][-1])}
+        yield from run.find(_KL_GROWS, penalty > _MAX_PENALTY, run.steps, notice=True, **numbers)
+
+
 # A token with probability 1 has logprob 0 in both passes, so a step counts only if it has a less likely token.
 _EQUAL = """
 SELECT a.step, bool_and(a.logprobs = b.logprobs) AND min(list_min(a.logprobs)) < -1e-3 AS equal, sum(len(a.logprobs)) AS num, a.iteration > 0 AS is_reused,
@@ -693,7 +714,6 @@ _OTHER_WEIGHTS = 0.2
 """Minimum mean |d| between two passes (nats) that 16-bit rounding cannot explain."""
 
 
-_OF_REFERENCE = "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, d FROM pair('train', '{name}') ORDER BY step, seq_id, position LIMIT 40"
 _APART = "the logprobs of train and {name} differ by {size:.2g} nats on average, more than rounding explains, "
 _AT_START_APART = "before the first update, " + _APART
 

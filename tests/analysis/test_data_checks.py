@@ -2471,6 +2471,21 @@ def test_metrics_are_compared_as_frameworks_log_them(tmp_path, kind):
     assert [each.is_notice for each in found if each.code.startswith("metric")] == expected
 
 
+def ever_farther(recorder, batch, step, number):
+    draw, scored = np.random.default_rng(number), step.scored()
+    recorder.add_scores("train", batch, logprobs=scored)
+    reference = [np.minimum(row - draw.normal(0, 0.1 * number, len(row)), 0).astype(np.float32) for row in scored]
+    recorder.add_scores("reference", batch, logprobs=reference)
+
+
+@pytest.mark.parametrize(("coefficient", "expected"), [(1.0, ["kl_grows"]), (0.1, [])])
+def test_a_kl_that_grows_beyond_what_its_penalty_allows_is_noticed(tmp_path, coefficient, expected):
+    found = findings(
+        write(tmp_path / "run", passes=ever_farther, hyperparameters={"actor.kl_loss_coef": coefficient}), sampled=False
+    )
+    assert [each.code for each in found if each.code.startswith("kl")] == expected
+
+
 def behind(number):
     return np.minimum(np.arange(len(GROUP)) % 3, number - 1) * (number % 3)
 
