@@ -354,7 +354,9 @@ def _is_of_both(data: PairData) -> bool:
 MIN_SECOND = 0.2
 """Minimum probability for also reporting the second most probable kind."""
 MIN_CLEAR = 0.6
-"""Minimum probability of a kind for reporting it before a recorded setting that could explain the mismatch as well."""
+"""Minimum probability of a kind for reporting which side's weights lag, and for reporting it before a recorded setting that
+could explain the mismatch as well. Of 86 faults in public reports (sets 22 to 35), 90% of the kinds above it are right, and
+71% of the 17 below."""
 MAX_ROUNDING = 0.1
 """A mismatch that rounding could explain is a fault only if the probability of rounding is below this. With each author's
 runs held out, 0 of 1,304 healthy runs and 3 of 92 H100 pairs are below it, and 64 of 495 of one author's far sharper
@@ -617,7 +619,8 @@ def _finding(
             if fall > 0.3 and certainty > 4:
                 numbers["cause"] = "early"
         along = features.along_movement(data) if numbers["cause"] != "early" else 0.0
-        behind = "" if abs(along) < 2.5 else "b" if along > 0 else "a"
+        is_clear = abs(along) >= 2.5 and (probability is None or probability >= MIN_CLEAR)
+        behind = "" if not is_clear else "b" if along > 0 else "a"
         broken = SIDES.get(data.names.get(behind, ""), "computation")
     elif kind == "model" and not cause and features.variance_between(signed, data.sample.tokens[data.keep])[0] > 0.7:
         # Other parts of a model act on the context: in nine rebuilt bug reports (not blind), ids explain less than half.
