@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 from ..schemas.errors import InvalidOption, NothingToCompare, option
 from ..schemas.steps import ALL_STEPS
 from ..tracer.cluster import connected
@@ -38,7 +36,7 @@ def stats(
     like: str | None = None,
     ray: str | None = None,
     progress: Progress = no_progress,
-    **options: Any,
+    **options: object,
 ) -> Rows:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
@@ -128,13 +126,12 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
 
 def likeness(
     traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS, like: str | None = None,
-    **options: Any,
+    **options: object,
 ) -> list[str]:  # fmt: skip
     """Return notes on the metrics that `like` selects, such as where they are defined. Without `like`, the list is
     empty."""
     if like is None:
         return []
-    options = {name: value for name, value in options.items() if name != "by"}
     framework = framework_of(like, options)
     return [
         f"as {framework.name} {framework.version} defines them: {framework.source}",

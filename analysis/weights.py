@@ -180,9 +180,9 @@ def _of_checkpoints(reader: CheckpointReader) -> Rows:
 def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Progress) -> Rows:
     found = []
     with progress("verifying weights", len(rows)) as advance:
-        for row in rows.rows:
+        for version, row in zip(reader.versions, rows.rows, strict=True):
             try:
-                reader.load(row[0])
+                reader.load(version)
                 found.append((*row, OK))
             except TimTraceError as error:
                 found.append((*row, str(error)))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -194,7 +193,7 @@ def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
     return num_values
 
 
-def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: Iterable[StepFigures]) -> int:
+def write_wandb(folder: Path, name: str, settings: Mapping[str, float | str], figures: Iterable[StepFigures]) -> int:
     """Write an offline run for `wandb sync` and return the number of values. Raises ImportError if wandb is missing."""
     import wandb
 

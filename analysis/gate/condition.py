@@ -7,7 +7,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -157,7 +156,7 @@ class Gated(Table):
     def fails(self) -> bool:
         return any(verdict.fails for verdict in self.verdicts)
 
-    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         rows = table(self.verdicts)
         return rows.columns, rows.rows
 
