@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -99,14 +99,14 @@ class DistributionPairs:
         """
         with self._lock:
             try:
-                return self._compare([column.to_pylist() for column in columns])
+                return self._compare(columns)
             except TimTraceError as error:
                 # Keep only the text, because the traceback would keep the connection alive.
                 self._error = type(error), str(error)
                 raise
 
-    def _compare(self, columns: list[list[Any]]) -> pa.Array:
-        run, count, *sides = columns
+    def _compare(self, columns: Sequence[pa.ChunkedArray]) -> pa.Array:
+        run, count, *sides = (column.to_pylist() for column in columns)
         offsets = np.concatenate([[0], np.cumsum(count)]).astype(np.int32)
         found: dict[str, np.ma.MaskedArray] = {
             name: np.ma.masked_all(offsets[-1], kind.to_pandas_dtype())  # type: ignore[no-untyped-call]
