@@ -243,12 +243,9 @@ class _FrameworkOption(click.Option):
         flag, types = declared.name.replace("_", "-"), get_args(declared.type)
         is_switch = declared.type is bool
         super().__init__(
-            [f"--{flag}"],
-            is_flag=is_switch,
-            default=False if is_switch else None,
-            type=types or declared.type,
+            [f"--{flag}"], is_flag=is_switch, default=False if is_switch else None, type=types or declared.type,
             metavar=declared.metavar,
-        )
+        )  # fmt: skip
 
 
 class _OfFrameworks(click.Command):

@@ -15,21 +15,11 @@ from .location import Location, location
 
 
 def locate(
-    trace: str | os.PathLike[str],
-    *,
-    steps: str = "-1",
-    arm: str | None = None,
-    against: str = REFERENCE,
-    sequences: str = "8",
-    layers: str | None = None,
-    operators: str | None = None,
-    patch: str = "kinds",
-    model_factory: str | None = None,
-    against_factory: str | None = None,
-    weights_from: str | os.PathLike[str] | None = None,
-    keep: bool = True,
-    progress: Progress = no_progress,
-) -> Location:
+    trace: str | os.PathLike[str], *, steps: str = "-1", arm: str | None = None, against: str = REFERENCE,
+    sequences: str = "8", layers: str | None = None, operators: str | None = None, patch: str = "kinds",
+    model_factory: str | None = None, against_factory: str | None = None,
+    weights_from: str | os.PathLike[str] | None = None, keep: bool = True, progress: Progress = no_progress,
+) -> Location:  # fmt: skip
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
     With `keep`, stores the result in the trace if it is a local folder, under `locate/`.

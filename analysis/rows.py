@@ -318,13 +318,9 @@ def wrapped(text: str, indent: str, width: int | None) -> str:
         return indent + text
     whole = re.sub("`tim-trace [^`]*`", lambda found: found[0].replace(" ", "\0"), text)  # commands stay whole
     return textwrap.fill(
-        whole,
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
+        whole, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False,
         break_long_words=whole == text,
-    ).replace("\0", " ")
+    ).replace("\0", " ")  # fmt: skip
 
 
 def wrapped_lines(text: str, width: int | None) -> str:

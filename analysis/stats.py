@@ -28,16 +28,9 @@ _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iter
 
 
 def stats(
-    traces: Traces | Database,
-    *,
-    pair: str = "train:rollout",
-    by: str = "run",
-    steps: str = ALL_STEPS,
-    like: str | None = None,
-    ray: str | None = None,
-    progress: Progress = no_progress,
-    **options: object,
-) -> Rows:
+    traces: Traces | Database, *, pair: str = "train:rollout", by: str = "run", steps: str = ALL_STEPS,
+    like: str | None = None, ray: str | None = None, progress: Progress = no_progress, **options: object,
+) -> Rows:  # fmt: skip
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
     If a trace is local, finished and writable, stores per-sequence sums in it (`sums/`, `index/`), so that later calls

@@ -89,20 +89,11 @@ class Triangulation(Result):
 
 
 def triangulate(
-    trace: str | os.PathLike[str],
-    *,
-    steps: str = "all",
-    reference: str = "fp64",
-    arm: Sequence[str] = (),
-    predict: Sequence[str] = (),
-    engine: str | None = None,
-    model_factory: str | None = None,
-    weights_from: str | os.PathLike[str] | None = None,
-    allow_kernel: Sequence[str] = (),
-    ray: str | None = None,
-    gpus_per_arm: float | None = None,
-    progress: Progress = no_progress,
-) -> Triangulation:
+    trace: str | os.PathLike[str], *, steps: str = "all", reference: str = "fp64", arm: Sequence[str] = (),
+    predict: Sequence[str] = (), engine: str | None = None, model_factory: str | None = None,
+    weights_from: str | os.PathLike[str] | None = None, allow_kernel: Sequence[str] = (), ray: str | None = None,
+    gpus_per_arm: float | None = None, progress: Progress = no_progress,
+) -> Triangulation:  # fmt: skip
     """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes.
 
     Like `replay`, stores its replays in the trace.

@@ -107,13 +107,9 @@ def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interva
 
 
 def diagnose(
-    trace: str | os.PathLike[str] | Database,
-    *,
-    pair: str = "train:rollout",
-    control: str | os.PathLike[str] | Database | None = None,
-    steps: str = ALL_STEPS,
-    progress: Progress = no_progress,
-) -> Diagnosis:
+    trace: str | os.PathLike[str] | Database, *, pair: str = "train:rollout",
+    control: str | os.PathLike[str] | Database | None = None, steps: str = ALL_STEPS, progress: Progress = no_progress,
+) -> Diagnosis:  # fmt: skip
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
     Combines `attribute` (against the baseline `control` if given), `check`, the declared and inferred precision of

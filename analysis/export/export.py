@@ -47,15 +47,9 @@ class Exported(Result):
 
 
 def export_run(
-    trace: str | os.PathLike[str],
-    *,
-    to: str,
-    output: str | os.PathLike[str],
-    pair: str = "train:rollout",
-    steps: str = ALL_STEPS,
-    force: bool = False,
-    progress: Progress = no_progress,
-) -> Exported:
+    trace: str | os.PathLike[str], *, to: str, output: str | os.PathLike[str], pair: str = "train:rollout",
+    steps: str = ALL_STEPS, force: bool = False, progress: Progress = no_progress,
+) -> Exported:  # fmt: skip
     """Write a run's sequences or per-step metrics in another tool's format.
 
     - `to="parquet"`: `sequences` has one row per sequence, with token ids, mask, rewards, advantages, sampling

@@ -29,11 +29,8 @@ CERTIFICATE = "certificate"
 the run deviates from the certificate."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+    ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt,
+}  # fmt: skip
 _FORM = re.compile(
     r"\s*(?P<source>[a-z][a-z0-9-]*)\.(?P<size>\|?)(?P<metric>[^\s<>=|]+)(?P=size)\s*(?P<sign>>=|<=|>|<)\s*(?P<bound>\S+)"
     r"(?P<over>\s+any\s+step|\s+last\s+(?P<last>[1-9]\d*)\s+steps?)?\s*"

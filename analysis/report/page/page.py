@@ -35,27 +35,16 @@ def page(report: Report) -> str:
     first = report.subjects[0]
     drawn = [stacked(report.run), *([single(one)] for one in report.mismatch if not one.is_empty)]
     figures = {"groups": [_embedded(plots) for plots in drawn if plots]}
-    return str(
-        _template().render(
-            report=report,
-            first=first,
-            colours=COLOURS,
-            series=SERIES,
-            questions={code: question for code, (question, *_) in QUESTIONS.items()},
-            signs=SIGNS,
-            names=_names(report.run),
-            theme=THEME,
-            groups=grouped(report.mismatch),
-            steps=[int(step) for step in first.steps],
-            style=Markup(_own("report.css")),  # part of this package, so it needs no escaping
-            script=Markup(_own("report.js")),
-            packs={
-                "bokeh": pack_text(bokeh_script()),
-                "figures": pack(figures),
-                "sequences": pack(sequences_of(first)),
-            },
-        )
-    )
+    return _template().render(
+        report=report, first=first, colours=COLOURS, series=SERIES, signs=SIGNS, names=_names(report.run), theme=THEME,
+        questions={code: question for code, (question, *_) in QUESTIONS.items()}, groups=grouped(report.mismatch),
+        steps=[int(step) for step in first.steps],
+        style=Markup(_own("report.css")),  # part of this package, so it needs no escaping
+        script=Markup(_own("report.js")),
+        packs={
+            "bokeh": pack_text(bokeh_script()), "figures": pack(figures), "sequences": pack(sequences_of(first)),
+        },
+    )  # fmt: skip
 
 
 @cache
