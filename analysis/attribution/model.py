@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -103,12 +103,19 @@ ALONE, BESIDE = "alone", "beside"
 _LEAST = 0.1
 
 
+class Regression(TypedDict):
+    classes: list[str]
+    intercepts: list[float]
+    coefficients: dict[str, list[float]]
+
+
 @cache
-def _fitted() -> Any:
-    return json.loads((Path(__file__).parent / "model.json").read_text())
+def _fitted() -> dict[str, Regression]:
+    fitted: dict[str, Regression] = json.loads((Path(__file__).parent / "model.json").read_text())
+    return fitted
 
 
-def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
+def judged(facts: Iterable[Fact], situation: str, model: Regression | None = None) -> tuple[Suspect, ...]:
     """Return all suspects, most probable first. `Evidence.points` are log odds relative to the suspects' mean."""
     fitted = _fitted()[situation] if model is None else model
     known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}

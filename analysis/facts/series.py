@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -83,7 +82,7 @@ def named(
     return Series(name, steps, np.where(infinite, np.nan, values), scale, kind, source, without_value, logged)
 
 
-def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+def by_step(database: Database, query: str, values: Mapping[str, object] | None = None) -> dict[str, np.ndarray]:
     rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
     steps = np.asarray(rows.pop("step"), np.int64)  # float64 cannot hold all int64 values
     return {"step": steps} | {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +14,7 @@ from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.ragged import array_of, first, fitted, flat
 from ..trace.table_views import step_condition
+from .rollouts import Rollouts
 
 _ROWS = """
 SELECT step, hash(prompt_ids) AS prompt, hash(prompt_ids, response_ids) AS whole, response_ids{columns}
@@ -32,7 +32,15 @@ class Pairs:
     """[K] True if prompt and response are identical, False if only the prompt is."""
 
 
-def paired(a: Any, b: Any) -> Pairs:
+class Keys(NamedTuple):
+    step: np.ndarray
+    prompt: np.ndarray
+    """[N] hash of each prompt."""
+    whole: np.ndarray
+    """[N] hash of each prompt and response."""
+
+
+def paired(a: Keys | Rollouts, b: Keys | Rollouts) -> Pairs:
     """Pair the sequences of two runs within each step, in recording order.
 
     Identical sequences are paired first, then the remaining sequences with the same prompt.
@@ -88,8 +96,8 @@ class Prefixes:
 
 def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str], columns: str = "") -> Prefixes:
     tables = [_read(database, steps, passes, columns) for database in (a, b)]
-    keys = ({name: array_of(rows[name]) for name in ("step", "prompt", "whole")} for rows in tables)
-    pairs = paired(*(SimpleNamespace(**each) for each in keys))
+    keys_a, keys_b = (Keys(*(array_of(rows[name]) for name in ("step", "prompt", "whole"))) for rows in tables)
+    pairs = paired(keys_a, keys_b)
     one, two = (rows.take(number_array(at, pa.int64())) for rows, at in zip(tables, (pairs.a, pairs.b), strict=True))
     (ids_a, length_a), (ids_b, length_b) = (flat(rows["response_ids"]) for rows in (one, two))
     num_K = np.minimum(length_a, length_b)
