@@ -87,8 +87,9 @@ def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
+    """Return True if both runs begin with the same prompts, in any order."""
     first, second = (
-        run.rollouts.at_step(int(run.rollouts.step[0])).prompt if len(run.rollouts.step) else ()
+        np.sort(run.rollouts.at_step(int(run.rollouts.step[0])).prompt) if len(run.rollouts.step) else ()
         for run in (facts, control)
     )
     return len(first) > 0 and np.array_equal(first, second)

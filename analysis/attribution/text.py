@@ -104,7 +104,7 @@ DIFFERENCES: Mapping[str, str] = {
     "advantages_permuted_part": _FIRST + "the advantages are the baseline's in a different order",
     "update_parts": "first difference: with the same sequences, rewards and advantages, the update at step {step} yields different weights (logprobs differ by {apart:.2g} nats per token)",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
-    "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
+    "learning_rate": "starting at step {step}, the learning rate is {run:.6g} in the run and {control:.6g} in the baseline",
     "loss_term": "the logged losses of the run and the baseline imply different coefficients for the {term} term",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
     "update_or_loss": "with the same sequences, rewards and advantages as in the baseline, the update at step {step} yields different weights, so the optimizer or a loss term differs (record the gradient norm to tell which)",
