@@ -13,7 +13,6 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
 from .engine import is_farther_behind, weighs
-from .losses import FEWEST, changed_term, read_loss_terms
 
 _SAME = 1e-5
 """Relative difference up to which two logged numbers count as equal."""
@@ -81,15 +80,4 @@ def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
             yield fact("setting", 1.0, suspect, setting=name, run=pair[0], control=pair[1])
 
 
-def loss_term(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield the loss term whose coefficient differs from the baseline's."""
-    (_, names, columns_SF, loss), (_, others, baseline_SF, baseline) = (
-        read_loss_terms(run.database, run.pair) for run in (facts, control)
-    )
-    if np.array_equal(names, others) and min(len(loss), len(baseline)) >= FEWEST:
-        both = np.concatenate([baseline_SF, columns_SF]), np.concatenate([baseline, loss])
-        steps = np.full(len(both[1]), facts.steps[0])
-        yield from changed_term(names, *both, steps, np.array([len(baseline)]), "loss_term")
-
-
-ALL = (first, update, rest, given, loss_term)
+ALL = (first, update, rest, given)
