@@ -135,11 +135,11 @@ def _prompts(a: Rollouts, b: Rollouts, found: RowDifferences) -> Iterator[RunDif
     others = found.steps_S[found.share_S < 1]
     if len(others):
         first = int(others[0])
-        prompts = [np.unique(run.at_step(first).prompt) for run in (a, b)]
+        of_a, of_b = (np.unique(run.at_step(first).prompt) for run in (a, b))
         values = {"share": len(others) / len(found.steps_S), "num_steps": len(others)}
         yield RunDifference(
-            kind="prompts", name="", step=first, a=f"{len(prompts[0])} prompts", b=f"{len(prompts[1])} prompts",
-            values=values | {"num_shared": len(np.intersect1d(*prompts))},
+            kind="prompts", name="", step=first, a=f"{len(of_a)} prompts", b=f"{len(of_b)} prompts",
+            values=values | {"num_shared": len(np.intersect1d(of_a, of_b))},
         )  # fmt: skip
 
 
