@@ -20,7 +20,7 @@ from functools import cached_property, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Timer
-from typing import TYPE_CHECKING, Any, TextIO, get_args
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, get_args
 
 import click
 
@@ -31,6 +31,7 @@ from .analysis.rows import (
     MAIN_COLUMNS,
     Form,
     Rows,
+    counted,
     printable,
     printable_lines,
     result_json,
@@ -61,6 +62,11 @@ from .schemas.version import __version__
 
 if TYPE_CHECKING:
     from .replay.results import ReplayedSteps
+    from .schemas.results import Result
+    from .tracer.importers.row_import import Imported
+    from .tracer.launch import Recording
+
+Answer = TypeVar("Answer")
 
 SECTIONS = {
     "getting started": {
@@ -116,7 +122,10 @@ def _plain_warnings() -> Iterator[None]:
     _damage_told.clear()
     _left_out.clear()
 
-    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:  # fmt: skip
         if issubclass(category, ColumnsLeftOut):
             _left_out.append(f"{message};")
         elif issubclass(category, TimTraceWarning):
@@ -125,7 +134,7 @@ def _plain_warnings() -> Iterator[None]:
                 _damage_told.extend([str(message)] if issubclass(category, DamageWarning) else [])
             told.add(str(message))
         else:
-            others(message, category, *where, **more)
+            others(message, category, filename, lineno, file, line)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", TimTraceWarning)
@@ -142,10 +151,10 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _print(text: str, **how: Any) -> None:
+def _print(text: str, *, nl: bool = True, color: bool | None = None) -> None:
     """Print to stdout. On failure, discard the buffer so that the interpreter does not write it at exit."""
     try:
-        click.echo(text, **how)
+        click.echo(text, nl=nl, color=color)
     except BrokenPipeError:  # e.g. `| head`: click exits quietly
         raise
     except OSError as error:
@@ -161,7 +170,9 @@ _QUIET = f"{__name__}.quiet"
 class _Place(click.Path):
     """Path with shell completion. Unlike click.Path, it never accesses the path, whose file system may hang."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | os.PathLike[str]:
         return value
 
 
@@ -183,7 +194,7 @@ class Commands(click.Group):
         )  # fmt: skip
         super().add_command(cmd, name)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         arguments = list(ctx.args)
         if sys.stdout is None:  # closed by the parent process
             sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
@@ -232,12 +243,9 @@ class _FrameworkOption(click.Option):
         flag, types = declared.name.replace("_", "-"), get_args(declared.type)
         is_switch = declared.type is bool
         super().__init__(
-            [f"--{flag}"],
-            is_flag=is_switch,
-            default=False if is_switch else None,
-            type=types or declared.type,
+            [f"--{flag}"], is_flag=is_switch, default=False if is_switch else None, type=types or declared.type,
             metavar=declared.metavar,
-        )
+        )  # fmt: skip
 
 
 class _OfFrameworks(click.Command):
@@ -280,7 +288,7 @@ class _Form:
         return shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.is_wide else None
 
     def answer(
-        self, *, json: Callable[[], Any], text: Callable[[int | None], str], rows: Callable[[], Rows] | None = None
+        self, *, json: Callable[[], object], text: Callable[[int | None], str], rows: Callable[[], Rows] | None = None
     ) -> None:
         """Print a result in the requested format. JSON output also lists damaged files."""
         if self.as_json:
@@ -295,8 +303,8 @@ class _Form:
             _say(text(self.width))
 
     def result(
-        self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | Rows | None = None,
-        json: Form | None = None,
+        self, found: Result, *, text: Mapping[str, object] | None = None, json: Form | None = None,
+        rows: Mapping[str, object] | Rows | None = None,
     ) -> None:  # fmt: skip
         """Print a result as text, CSV or JSON. `found._text` names the text renderer, MODULE:NAME_text. CSV comes from
         `rows`, or from NAME_rows in MODULE. JSON has the form `json`, or NAME_FORM in MODULE."""
@@ -319,13 +327,17 @@ _LEGENDS = {"stats": "docs/reference/sql.md#statistics", "corrections": "docs/re
 """Explanations of a table's columns."""
 
 
-def _option(flags: str, value: str | Sequence[str], help: str, **more: Any) -> Callable[[Any], Any]:
+_Verb = Callable[..., None]
+_Decorator = Callable[[_Verb], _Verb]
+
+
+def _option(flags: str, value: str | Sequence[str], help: str, **more: object) -> _Decorator:
     """Declare an option: its flags (and parameter name, if different), its value's metavar or choices, and its help."""
-    kind: dict[str, Any] = {"metavar": value} if isinstance(value, str) else {"type": click.Choice(value)}
-    return click.option(*flags.split(), help=help, **kind, **more)
+    more |= {"metavar": value} if isinstance(value, str) else {"type": click.Choice(value)}
+    return click.option(*flags.split(), cls=click.Option, help=help, **more)
 
 
-def _flag(flags: str, help: str) -> Callable[[Any], Any]:
+def _flag(flags: str, help: str) -> _Decorator:
     return click.option(*flags.split(), is_flag=True, help=help)
 
 
@@ -342,16 +354,16 @@ _WIDE = _flag("--wide is_wide", "Show all columns, regardless of the terminal's 
 
 def _prints(
     *, csv: bool = True, wide: bool = True, brief: bool = False, json: str = "Print JSON at full precision."
-) -> Callable[[Any], Any]:
+) -> _Decorator:
 
-    def add(function: Any) -> Any:
+    def add(function: _Verb) -> _Verb:
         @wraps(function)
-        def command(**options: Any) -> Any:
-            form = _Form(**{field.name: options.pop(field.name) for field in fields(_Form) if field.name in options})
+        def command(**options: object) -> None:
+            form = _Form(**{each.name: bool(options.pop(each.name)) for each in fields(_Form) if each.name in options})
             if form.as_json and (form.as_csv or form.is_brief):
                 other = "--csv" if form.as_csv else "--brief"
                 raise click.UsageError(f"--json and {other} cannot be combined; choose one")
-            return function(form=form, **options)
+            function(form=form, **options)
 
         taken = [option for option, is_taken in ((_CSV, csv), (_WIDE, wide), (_BRIEF, brief)) if is_taken]
         return _all(_flag("--json as_json", json), *taken)(command)
@@ -359,10 +371,10 @@ def _prints(
     return add
 
 
-def _all(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _all(*options: _Decorator) -> _Decorator:
     """Combine options into one decorator. They appear in the help in this order."""
 
-    def add(command: Any) -> Any:
+    def add(command: _Verb) -> _Verb:
         for option in reversed(options):
             command = option(command)
         return command
@@ -392,27 +404,27 @@ _allow_kernel = _option(
 )  # fmt: skip
 
 
-def _replays(command: Callable[..., None]) -> Callable[..., None]:
+def _replays(command: _Verb) -> _Verb:
     """If a library is missing, first check for weights: without weights, installing the library would not help."""
 
     @wraps(command)
-    def checked(trace: str, **options: Any) -> None:
+    def checked(trace: str, *, weights_from: str | None, **options: object) -> None:
         try:
-            command(trace=trace, **options)
+            command(trace=trace, weights_from=weights_from, **options)
         except NotInstalled:
             from .replay.recorded import RecordedRun
 
-            RecordedRun(trace, weights_from=options["weights_from"]).check_weights()
+            RecordedRun(trace, weights_from=weights_from).check_weights()
             raise
 
     return checked
 
 
-def _by(*values: str, help: str = "What each row describes.") -> Callable[[Any], Any]:
+def _by(*values: str, help: str = "What each row describes.") -> _Decorator:
     return _option("--by", values, help, default=values[0])
 
 
-def _arm_option(field: Field[Any]) -> Callable[[Any], Any]:
+def _arm_option(field: Field[object]) -> _Decorator:
     described: ArmOption = field.metadata["option"]
     kind = {"int": int, "float": float, "bool": bool}.get(str(field.type).partition(" ")[0], str)
     choices = click.Choice(described.values) if described.values and not described.takes_numbers else kind
@@ -466,16 +478,19 @@ def main() -> None:
     """
 
 
-def _command(example: str, *, run: str = "RUN", **settings: Any) -> Callable[[Any], click.Command]:
+def _command(
+    example: str, *, run: str = "RUN", cls: type[click.Command] = click.Command,
+    context_settings: Mapping[str, bool] | None = None,
+) -> Callable[[_Verb], click.Command]:  # fmt: skip
     """Make a command named after the function. Its first argument is `run`: one trace, several (RUN...) or "" for none.
     Its help ends with the example lines, which a test runs."""
 
-    def add(function: Any) -> click.Command:
+    def add(function: _Verb) -> click.Command:
         if run.endswith("..."):
             function = click.argument("traces", nargs=-1, required=True, metavar=run)(function)
         elif run:
             function = click.argument("trace", metavar=run)(function)
-        command: click.Command = main.command(function.__name__.rstrip("_"), **settings)(function)
+        command = main.command(function.__name__.rstrip("_"), cls=cls, context_settings=context_settings)(function)
         command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in example.strip().splitlines())
         return command
 
@@ -539,7 +554,7 @@ def record(output: str, command: Sequence[str], **options: Any) -> None:
     if command:
         _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
 
-    def at_end(recording: Any) -> None:
+    def at_end(recording: Recording) -> None:
         # A record-only installation has no DuckDB. The first query in a full installation then computes the sums.
         if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
             from .analysis.trace.sums import summarize
@@ -571,7 +586,7 @@ def record(output: str, command: Sequence[str], **options: Any) -> None:
 @_option("--sample", "F", "Share of sequences to import, selected by a hash of their names.", default=1.0)
 @_flag("--partial", "Also import the readable part of incomplete steps and files.")
 @_flag("--force", "Overwrite an existing trace.")
-def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], **options: Any) -> None:
+def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], **options: object) -> None:
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-rl, megatron-lm, vllm, sglang,
@@ -589,7 +604,7 @@ def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], *
     from .analysis.trace.sums import summarize
     from .tracer.importers.neutral import parse_map
 
-    imported = analysis.import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
+    imported = _asked(analysis.import_dump, format, path, output=output, map=parse_map(map), **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported))
 
@@ -632,14 +647,14 @@ def verify(trace: str, form: _Form, *, format: bool) -> None:
 @_option("--file-size", "SIZE", "Approximate size per merged file.", default="512MB")
 @_flag("--force", "With --output: overwrite an existing trace in that folder.")
 @_prints()
-def compact(trace: str, form: _Form, **options: Any) -> None:
+def compact(trace: str, form: _Form, **options: object) -> None:
     """Merge a trace's many files into a few, sorted by step and pass.
 
     Results stay the same, bit for bit. Afterwards, opening the trace, reading single steps and reading from object
     storage are faster. You can interrupt the command at any time: the trace stays complete, and the next call continues
     the merge.
     """
-    found = analysis.compact(trace, progress=_progress, **options)
+    found = _asked(analysis.compact, trace, **options)
     form.result(found, rows=found.tables)
     if options["output"]:
         _tell(f"wrote {options['output']}")
@@ -652,7 +667,9 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 @_memory
 @_option("--max-rows", "N", "Print at most N rows.", type=int)
 @_prints()
-def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
+def sql_(
+    arguments: Sequence[str], unsafe: bool, timeout: float | None, memory: str | None, max_rows: int | None, form: _Form
+) -> None:
     """Run a DuckDB SQL query on one or more traces.
 
     Views: sequences, scores, passes, metrics, steps, tokens, changes (everything that changed during a run), and
@@ -665,21 +682,22 @@ def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
     if is_trace and sys.stdin.isatty():
         raise click.UsageError('pass a query, e.g. "SELECT * FROM steps LIMIT 5", or pipe it in')
     query = sys.stdin.read() if is_trace else last
-    with _ended_after(options["timeout"]):
-        found = analysis.sql([*traces, last] if is_trace else traces, query, **options)
+    paths = [*traces, last] if is_trace else traces
+    with _ended_after(timeout):
+        found = analysis.sql(paths, query, unsafe=unsafe, timeout=timeout, memory=memory, max_rows=max_rows)
     form.table(found)
 
 
 @_command("tim-trace mcp runs/demo --timeout 30", run="RUN...")
 @_option("--timeout", "SECONDS", "Maximum time per call.", default=60.0)
 @_option("--memory", "SIZE", "Maximum memory per query.", default="1GB")
-def mcp(traces: Sequence[str], **options: Any) -> None:
+def mcp(traces: Sequence[str], timeout: float, memory: str) -> None:
     """Serve runs to coding agents through the Model Context Protocol, over stdin and stdout.
 
     Nothing is written, and only the given runs are read. Requires the mcp package: pip install 'tim-trace[mcp]'. To add
     the server to a client, see docs/start/agents.md.
     """
-    analysis.mcp(list(traces), **options)
+    analysis.mcp(list(traces), timeout=timeout, memory=memory)
 
 
 @_command("tim-trace query by-probability runs/demo", run="")
@@ -690,7 +708,10 @@ def mcp(traces: Sequence[str], **options: Any) -> None:
 @_memory
 @_flag("--sql as_sql", "Print the query's SQL instead of running it.")
 @_prints()
-def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form, **options: Any) -> None:
+def query_(
+    name: str | None, traces: Sequence[str], pair: str, steps: str, timeout: float | None, memory: str | None,
+    as_sql: bool, form: _Form,
+) -> None:  # fmt: skip
     """List the named queries, or run a query on one or more traces.
 
     Each query starts with a comment on its units, source and interpretation. --sql prints the query and this comment.
@@ -700,7 +721,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 
     if name is None:
         form.table(listed())
-    elif as_sql and options["steps"] != ALL_STEPS:
+    elif as_sql and steps != ALL_STEPS:
         raise click.UsageError("--sql prints the query for all steps; drop --steps")
     elif as_sql:
         _print(named_query(name).over(*parse_pair(pair)).rstrip())
@@ -708,8 +729,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
         named_query(name)  # a wrong name comes first
         raise click.UsageError(f"query {name}: pass a trace, or print the query with --sql")
     else:
-        with _ended_after(options["timeout"]):
-            found = analysis.query(name, list(traces), pair=pair, **options)
+        with _ended_after(timeout):
+            found = analysis.query(name, list(traces), pair=pair, steps=steps, timeout=timeout, memory=memory)
         form.table(found)
 
 
@@ -722,7 +743,10 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 )  # fmt: skip
 @_ray
 @_prints()
-def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
+def stats(
+    traces: Sequence[str], pair: str, steps: str, like: str | None, ray: str | None, form: _Form, *, by: str,
+    **options: object,
+) -> None:  # fmt: skip
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
     If the trace is local, finished and writable, stats stores per-sequence sums in it (sums/ and index/), so that the
@@ -732,9 +756,9 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
     from .analysis.views import open_database
 
     database = open_database(list(traces), steps, ray=ray)
-    rows = _asked(analysis.stats, database, held_back=ray, like=like, **options)
+    rows = _asked(analysis.stats, database, held_back=ray, pair=pair, by=by, like=like, **options)
     form.table(rows, "" if like else "stats")
-    for sentence in likeness(database, like=like, **options):
+    for sentence in likeness(database, pair=pair, steps=ALL_STEPS, like=like, **options):
         _tell(sentence)
 
 
@@ -743,7 +767,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @_control
 @_flag("-v --verbose", "Also print all evidence, published figures, alerts and replays.")
 @_prints(csv=False, wide=False, brief=True)
-def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
+def diagnose(trace: str, verbose: bool, form: _Form, **options: object) -> None:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
     Start here. Runs attribute and check, reports each side's precision, and compares metrics with published values and
@@ -769,7 +793,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
 @_partial
 @_ray
 @_prints(csv=False, wide=False)
-def check(trace: str, form: _Form, **options: Any) -> None:
+def check(trace: str, form: _Form, **options: object) -> None:
     """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
     The exit code is 1 if a fault was found, and 2 if the trace is damaged or incomplete, unless --partial is given.
@@ -801,7 +825,7 @@ def check(trace: str, form: _Form, **options: Any) -> None:
 )
 @_steps
 @_prints()
-def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
+def compare(a: str, b: str | None, form: _Form, **options: object) -> None:
     """List the differences between two runs, or between all passes of one run.
 
     With RUN2, lists differences by the step where each begins, earliest first. Compares settings, sampling, numerics
@@ -829,7 +853,7 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
 @_option("--veto", "R", "veto drops sequences in which any token's ratio is below R.", default=1e-4)
 @_ray
 @_prints()
-def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
+def corrections(traces: Sequence[str], form: _Form, **options: object) -> None:
     """Show which recorded tokens each mismatch correction would have masked or clipped, and at what cost.
 
     The default thresholds are the published ones. verl's presets always use verl's own thresholds. Each row shows the
@@ -850,7 +874,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_by("run", "step", help="What each row describes (with run, the worst steps are also listed).")
 @_ray
 @_prints(json="Print JSON at full precision (with --by step, for every step).")
-def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
+def objective(trace: str, by: str, form: _Form, **options: object) -> None:
     """Measure how the mismatch biases a run's training objective: the direction, size and location of the bias.
 
     Compares each token's contribution under the loss's ratio with its contribution under the correct ratio, current /
@@ -892,7 +916,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @_distributed
 @_prints(json="Print JSON, one row per step (with --dry-run, one row per arm).")
 @_replays
-def replay(trace: str, form: _Form, **options: Any) -> None:
+def replay(trace: str, form: _Form, **options: object) -> None:
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     Without options, steps are replayed with the recorded settings. Every replay first checks that it reproduces the
@@ -930,7 +954,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_by("side", "arm", "prediction", help="What each row of --csv describes.")
 @_prints()
 @_replays
-def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
+def triangulate(trace: str, by: str, form: _Form, **options: object) -> None:
     """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes.
 
     Like replay, triangulate stores its replays in the trace.
@@ -954,7 +978,7 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_by("step", "module", "arm")
 @_prints()
 @_replays
-def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
+def gradient(trace: str, by: str, form: _Form, **options: object) -> None:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
     The gradient under the recorded settings is computed first, and its norm is compared with the norm that the trainer
@@ -988,7 +1012,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_by("kind", "operator", "layer", "patch", help="What each row of --csv describes.")
 @_prints()
 @_replays
-def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
+def locate(trace: str, by: str, form: _Form, **options: object) -> None:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
     Unless --no-keep is given, locate stores its result in the trace (locate/).
@@ -1026,7 +1050,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_weights_from
 @_option("-o --output", "DIR", "Folder for certificate.json or the counterexample's trace.", default="certify")
 @_prints(csv=False, wide=False)
-def certify(trace: str, form: _Form, **options: Any) -> None:
+def certify(trace: str, form: _Form, **options: object) -> None:
     """Search for a batch on which two executions differ bitwise, or certify that a thorough search found none.
 
     MODEL is a Hugging Face model folder. The settings in an arm stay fixed. Unless the arm sets them, the search varies
@@ -1046,7 +1070,7 @@ def certify(trace: str, form: _Form, **options: Any) -> None:
 @_weights_from
 @_prints(csv=False, wide=False)
 @_replays
-def reproduce(trace: str, form: _Form, **options: Any) -> None:
+def reproduce(trace: str, form: _Form, **options: object) -> None:
     """Write a short script that shows the first difference between two executions.
 
     The difference is the one that locate reports for the same options. The script has at most 80 lines, needs only
@@ -1080,7 +1104,7 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
 @_prints()
 def weights(
     trace: str, exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool,
-    form: _Form, **options: Any,
+    weights_from: str | None, form: _Form, **options: object,
 ) -> None:  # fmt: skip
     """List the weight versions, with their size and the share of elements that changed.
 
@@ -1101,10 +1125,10 @@ def weights(
         return
     if exported is not None:
         with _library_output_held_back():
-            folder = analysis.export(trace, *exported, weights_from=options["weights_from"])
+            folder = analysis.export(trace, *exported, weights_from=weights_from)
         _tell(f"wrote version {exported[0]} to {folder}")
         return
-    rows = _asked(analysis.weights, trace, held_back=True, **options)
+    rows = _asked(analysis.weights, trace, held_back=True, weights_from=weights_from, **options)
     if options["engine"]:
         of = "module" if options["by"] == "module" else "tensor"
         form.table(rows, text=lambda width: engine_weights_text(rows, of, width))
@@ -1118,7 +1142,7 @@ def weights(
 @_control
 @_pair_and_steps
 @_prints(csv=False, wide=False, brief=True)
-def attribute(trace: str, form: _Form, **options: Any) -> None:
+def attribute(trace: str, form: _Form, **options: object) -> None:
     """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with a probability,
@@ -1147,17 +1171,21 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 @_control
 @_pair_and_steps
 @_flag("--force", "Replace existing files.")
-def report(traces: Sequence[str], **options: Any) -> None:
+def report(
+    traces: Sequence[str], output: str | None, markdown: str | None, png: str | None, svg: str | None, pdf: str | None,
+    **options: object,
+) -> None:  # fmt: skip
     """Write everything known about a run to a single HTML page, Markdown, or figures for papers.
 
     The report covers the first RUN, and its charts also show the other runs. The page works offline and contains the
     verdict, series, mismatch, tokens and provenance, plus the query behind each figure.
     """
-    paths = [options[name] for name in ("output", "markdown", "png", "svg", "pdf")]
-    if not any(paths):
+    paths = [path for path in (output, markdown, png, svg, pdf) if path]
+    if not paths:
         raise click.UsageError("choose an output: -o FILE.html, --markdown FILE.md, --png DIR, --svg DIR or --pdf DIR")
-    is_printed = options["markdown"] == "-"
-    made = _asked(analysis.report, list(traces), **options | ({"markdown": None} if is_printed else {}))
+    is_printed = markdown == "-"
+    files = {"output": output, "markdown": None if is_printed else markdown, "png": png, "svg": svg, "pdf": pdf}
+    made = _asked(analysis.report, list(traces), **files, **options)
     if is_printed:
         from .analysis.report.markdown import report_markdown
 
@@ -1165,7 +1193,7 @@ def report(traces: Sequence[str], **options: Any) -> None:
     else:
         _say(wrapped(_one_line(made.verdicts[0].headline), "", _Form().width))
     for path in paths:
-        if path not in (None, "-"):
+        if path != "-":
             size = f" ({os.path.getsize(path) / 1e6:.1f} MB)" if path.endswith(".html") else ""
             _tell(f"wrote {path}{size}")
 
@@ -1180,7 +1208,7 @@ def report(traces: Sequence[str], **options: Any) -> None:
 @_flag("--once", "Print the current view and exit (default if the output is not a terminal).")
 @_pair
 @_prints(wide=False, json="Print the current view as JSON at full precision.")
-def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
+def watch(trace: str, once: bool, form: _Form, **options: object) -> None:
     """Show a run while it is being recorded: its latest steps, its series so far, and the first alerts.
 
     Waits for a run that does not exist yet, and ends when the recording ends. Ctrl-C closes only the view. Each alert
@@ -1204,7 +1232,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @_option("-o --output", "DIR", "Folder to write the files to.", required=True)
 @_pair_and_steps
 @_flag("--force", "Replace existing files.")
-def export_(trace: str, **options: Any) -> None:
+def export_(trace: str, **options: object) -> None:
     """Write a run's sequences or per-step metrics in another tool's format.
 
     parquet: one file with one row per sequence (tokens, each pass's logprobs, d), and one file with the logged values.
@@ -1231,7 +1259,7 @@ def export_(trace: str, **options: Any) -> None:
 @_option("--junit", "FILE.xml", "JUnit XML file to write for CI, with one test case per condition.")
 @_option("--summary", "FILE.md", 'File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY".')
 @_prints()
-def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
+def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: object) -> None:
     """Check a run against failure conditions, for the CI of training code.
 
     Like stats, gate stores per-sequence sums in the trace.
@@ -1271,7 +1299,7 @@ def _ended_after(timeout: float | None) -> Iterator[None]:
         timer.cancel()
 
 
-def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **options: Any) -> Any:
+def _asked(verb: Callable[..., Answer], *arguments: object, held_back: object = False, **options: object) -> Answer:
     with _library_output_held_back() if held_back else nullcontext():
         return verb(*arguments, progress=_progress, **options)
 
@@ -1340,7 +1368,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda units: bar.update(task, advance=units)
 
 
-def _recorded(output: str, recording: Any) -> str:
+def _recorded(output: str, recording: Recording) -> str:
     if recording.note is not None:
         return str(recording.note)
     if not recording.is_there:
@@ -1350,20 +1378,16 @@ def _recorded(output: str, recording: Any) -> str:
     waited = sum(writer.waited_s for writer in recording.writers)
     slow = f"; training waited {waited:.1f} s for the disk" if waited >= 0.05 else ""
     evaluated = (
-        f", {_counted(recording.num_eval_sequences, 'evaluation sequence')}" if recording.num_eval_sequences else ""
+        f", {counted(recording.num_eval_sequences, 'evaluation sequence')}" if recording.num_eval_sequences else ""
     )
     return (
-        f"recorded {_counted(recording.num_sequences, 'sequence')}, "
-        f"{_counted(recording.num_tokens, 'response token')}{evaluated}{slow}\n"
+        f"recorded {counted(recording.num_sequences, 'sequence')}, "
+        f"{counted(recording.num_tokens, 'response token')}{evaluated}{slow}\n"
         f"next: tim-trace info {output}"
     )
 
 
-def _counted(num: int, noun: str) -> str:
-    return f"{num:,} {noun}{'' if num == 1 else 's'}"
-
-
-def _nothing_recorded(output: str, recording: Any) -> str:
+def _nothing_recorded(output: str, recording: Recording) -> str:
     if recording.exit_code:
         return f"nothing was recorded to {output}: the command failed first (exit code {recording.exit_code})"
     said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
@@ -1378,8 +1402,8 @@ def _nothing_recorded(output: str, recording: Any) -> str:
 
 def _replayed(trace: str, results: ReplayedSteps) -> Iterator[str]:
     if (sample := results.sample) is not None:
-        where = f", in {len(sample.steps):,} of {_counted(sample.num_steps, 'step')}"
-        drawn = f"sampled {sample.num_drawn:,} of {_counted(sample.num_groups, 'group')}"
+        where = f", in {len(sample.steps):,} of {counted(sample.num_steps, 'step')}"
+        drawn = f"sampled {sample.num_drawn:,} of {counted(sample.num_groups, 'group')}"
         yield f"{drawn} (share {sample.share:.3g}, seed {sample.seed}){where}"
     broken = [result for result in results if result.differs]
     if results.replayed_pass == ROLLOUT:
@@ -1388,7 +1412,7 @@ def _replayed(trace: str, results: ReplayedSteps) -> Iterator[str]:
         from .analysis.replay_text import not_held_reason
 
         yield (
-            f"the recorded bits were not reproduced in {_counted(len(broken), 'step')} (first: step {broken[0].step}), because "
+            f"the recorded bits were not reproduced in {counted(len(broken), 'step')} (first: step {broken[0].step}), because "
             f"{not_held_reason(str(broken[0].not_held))}. Differences from `train` are not due to the arm alone. "
             f"Differences from the recording: {'; '.join(broken[0].differs)}"
         )
@@ -1397,7 +1421,7 @@ def _replayed(trace: str, results: ReplayedSteps) -> Iterator[str]:
     yield f"next: tim-trace stats {trace} --pair {REPLAY_PREFIX}{results[-1].arm}:{results.replayed_pass} --by step"
 
 
-def _brought_in(output: str, imported: Any) -> str:
+def _brought_in(output: str, imported: Imported) -> str:
     from .tracer.importers.columns import listed_names
 
     holes = imported.placeholders
@@ -1418,7 +1442,7 @@ def _brought_in(output: str, imported: Any) -> str:
     if imported.num_known_files and not imported.num_files:
         first = "nothing new was found"
     elif imported.format == "metrics":
-        first = f"imported {_counted(imported.num_metrics, 'logged value')}"
+        first = f"imported {counted(imported.num_metrics, 'logged value')}"
     else:
         many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
         following = "diagnose" if {TRAIN, ROLLOUT} <= {*imported.passes} else "compare" if many else "info"
@@ -1426,7 +1450,7 @@ def _brought_in(output: str, imported: Any) -> str:
         noun = "pass" if len(imported.passes) == 1 else "passes"
         passes = f"{len(imported.passes)} passes" if many else f"{noun} {', '.join(imported.passes) or 'none'}"
         first = (
-            f"imported {_counted(imported.num_sequences, 'sequence')}{of}, "
-            f"{_counted(imported.num_tokens, 'response token')}, {_counted(imported.num_metrics, 'metric')}, {passes}"
+            f"imported {counted(imported.num_sequences, 'sequence')}{of}, "
+            f"{counted(imported.num_tokens, 'response token')}, {counted(imported.num_metrics, 'metric')}, {passes}"
         )
     return "\n".join([first, *parts, *imported.notes, f"next: tim-trace {following} {output}"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import msgspec
 import pyarrow as pa
@@ -95,11 +95,11 @@ def _documents(store: Store) -> Iterator[Deviation]:
             yield f"{PASSES}/{name}", "", "wrong_name", "/".join(map(str, actual)) + ".json", name, None
 
 
-def _shown(hint: Any) -> str:
+def _shown(hint: object) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
-def _is(value: Any, hint: Any) -> bool:
+def _is(value: object, hint: type) -> bool:
     try:
         msgspec.convert(value, hint)
     except (msgspec.ValidationError, RecursionError):

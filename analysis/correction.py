@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
 
 import duckdb
 import pyarrow as pa
@@ -63,14 +62,12 @@ def published(
         Correction(name="token-is", rule="w = rho_t", bound_on="", kept="all", level="token"),
         Correction(name="sequence-is", rule="w = rho_seq", bound_on="", kept="all", level="sequence"),
         _tis("token-tis", "token", token, ratio),
-        _masked("token-mis", "rho_t", f"rho_t <= {token:g}", ratio, level="token", high=token),
+        replace(_masked("token-mis", "rho_t", f"rho_t <= {token:g}", ratio), level="token", high=token),
         _tis("sequence-tis", "sequence", sequence, ratio),
-        _masked("sequence-mis", "rho_seq", f"rho_seq <= {sequence:g}", ratio, level="sequence", high=sequence),
+        replace(_masked("sequence-mis", "rho_seq", f"rho_seq <= {sequence:g}", ratio), level="sequence", high=sequence),
         _icepop("icepop", low, high, ratio),
-        _masked("geometric", "1", _between("rho_geo", *geometric), ratio, **_mean_bounds(*geometric)),
-        _masked(
-            "nemo-rl/seq-mask-tis", "rho_t", _between("rho_geo", 0.999, 1.002), ratio, level="token", **_mean_bounds(0.999, 1.002)
-        ),
+        _geometric("geometric", "1", *geometric, ratio),
+        replace(_geometric("nemo-rl/seq-mask-tis", "rho_t", 0.999, 1.002, ratio), level="token"),
         Correction(
             name="veto", rule=f"w = 1, or 0 for a sequence with any rho_t < {veto:g}", bound_on=ratio,
             kept=f"min rho_t >= {veto:g}", token_low=veto,
@@ -94,8 +91,8 @@ def published(
 def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], zones: str | None = None) -> None:
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]
-    values: list[dict[str, Any]] = [{"place": place, **asdict(rule)} for place, rule in enumerate(rules)]
-    connection.register("rules", pa.Table.from_pylist(values))
+    values = pa.Table.from_pylist([{"place": place} | asdict(rule) for place, rule in enumerate(rules)])
+    connection.register("rules", values)
     connection.execute(f"CREATE OR REPLACE TABLE correction_rules AS SELECT place, {', '.join(columns)} FROM rules")
     connection.unregister("rules")
     register(connection, token_bounds(rules))
@@ -146,47 +143,53 @@ def _tis(name: str, level: str, threshold: float, ratio: str) -> Correction:
     )  # fmt: skip
 
 
-def _masked(name: str, weight: str, kept: str, ratio: str, **bounds: Any) -> Correction:
-    return Correction(name=name, rule=f"w = {weight} where {kept}, else 0", bound_on=ratio, kept=kept, **bounds)
+def _masked(name: str, weight: str, kept: str, ratio: str) -> Correction:
+    return Correction(name=name, rule=f"w = {weight} where {kept}, else 0", bound_on=ratio, kept=kept)
+
+
+def _geometric(name: str, weight: str, low: float, high: float, ratio: str) -> Correction:
+    masked = _masked(name, weight, _between("rho_geo", low, high), ratio)
+    return replace(masked, mean_low=math.log(low), mean_high=math.log(high))
 
 
 def _icepop(name: str, low: float, high: float, ratio: str) -> Correction:
-    return _masked(name, "rho_t", _between("rho_t", low, high), ratio, level="token", low=low, high=high)
+    return replace(_masked(name, "rho_t", _between("rho_t", low, high), ratio), level="token", low=low, high=high)
 
 
 def _between(value: str, low: float, high: float) -> str:
     return f"{low:g} <= {value} <= {high:g}"
 
 
-def _mean_bounds(low: float, high: float) -> dict[str, Any]:
-    return {"mean_low": math.log(low), "mean_high": math.log(high)}
-
-
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
     """Return verl 0.9.0's RolloutCorrectionConfig presets. verl's k1 is -d, so bounds on it are bounds on 1 / rho."""
     ratio = f"{a}/{b}"
-    k3 = {"k3_high": 0.01}
-    geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}
-    total = {"sum_low": -math.log(2.0), "sum_high": -math.log(0.5)}
-    in_geo = f"{1 / 1.001:.6f} <= rho_geo <= {1 / 0.999:.6f}"
-    kinds: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-        "geo-rs": ("ln 0.999 <= seq_mean_k1 <= ln 1.001, k1 = -d", f"{b}/{a}", in_geo, geo),
-        "k3-rs": ("seq_mean_k3 <= 0.01", ratio, "mean (rho_t - 1 - ln rho_t) <= 0.01", k3),
-        "rs": ("ln 0.5 <= seq_sum_k1 <= ln 2, k1 = -d", f"{b}/{a}", "0.5 <= rho_seq <= 2", total),
-    }
-    weights: dict[str, tuple[str, dict[str, Any]]] = {
-        "": ("w = 1", {}),
-        "-token-tis": ("w = min(rho_t, 2)", {"level": "token", "high": 2.0, "truncates": True}),
-        "-seq-tis": ("w = min(rho_seq, 2)", {"level": "sequence", "high": 2.0, "truncates": True}),
+    kinds = {
+        "geo-rs": Correction(
+            name="geo-rs", rule="ln 0.999 <= seq_mean_k1 <= ln 1.001, k1 = -d", bound_on=f"{b}/{a}",
+            kept=f"{1 / 1.001:.6f} <= rho_geo <= {1 / 0.999:.6f}", mean_low=-math.log(1.001), mean_high=-math.log(0.999),
+        ),
+        "k3-rs": Correction(
+            name="k3-rs", rule="seq_mean_k3 <= 0.01", bound_on=ratio, kept="mean (rho_t - 1 - ln rho_t) <= 0.01",
+            k3_high=0.01,
+        ),
+        "rs": Correction(
+            name="rs", rule="ln 0.5 <= seq_sum_k1 <= ln 2, k1 = -d", bound_on=f"{b}/{a}", kept="0.5 <= rho_seq <= 2",
+            sum_low=-math.log(2.0), sum_high=-math.log(0.5),
+        ),
+    }  # fmt: skip
+    weights = {
+        "": Correction(name="", rule="w = 1", bound_on="", kept="all"),
+        "-token-tis": _tis("", "token", 2.0, ratio),
+        "-seq-tis": _tis("", "sequence", 2.0, ratio),
     }
 
     def preset(name: str, kind: str, weight: str) -> Correction:
-        bounds, bound_on, kept, options = kinds[kind]
-        says, weighing = weights[weight]
-        on = bound_on if not weight or bound_on == ratio else f"w: {ratio}; cut: {bound_on}"
-        return Correction(
-            name=f"verl/{name}", rule=f"{says} where {bounds}, else 0", bound_on=on, kept=kept, **options, **weighing
-        )
+        cut, weighing = kinds[kind], weights[weight]
+        on = cut.bound_on if not weight or cut.bound_on == ratio else f"w: {ratio}; cut: {cut.bound_on}"
+        return replace(
+            cut, name=f"verl/{name}", rule=f"{weighing.rule} where {cut.rule}, else 0", bound_on=on,
+            level=weighing.level, high=weighing.high, truncates=weighing.truncates,
+        )  # fmt: skip
 
     return [
         _tis("verl/token-is", "token", 2.0, ratio),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -20,7 +19,7 @@ import pyarrow as pa
 from .statistics.estimators import Array
 from .trace.macros import struct_sql
 from .trace.pair_sums import expm1_minus
-from .trace.ragged import Tokens, blocks, struct_fields, tokens_of
+from .trace.ragged import Column, Tokens, blocks, struct_fields, tokens_of
 
 FUNCTION = "correction_zones_of"
 
@@ -60,14 +59,16 @@ def zones_of_rows(bounds: Bounds, rows: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([*keys, *columns], [*KEYS, *TYPES])
 
 
-def _of_lists(bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advantages: Any) -> pa.ListArray:
+def _of_lists(
+    bounds: Bounds, a: Column, b: Column, mask: Column, advantage: Column, advantages: Column
+) -> pa.ListArray:
     row_G, columns = _groups(bounds, a, b, mask, advantage, advantages)
     ends_N = np.searchsorted(row_G, np.arange(len(a) + 1)).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(ends_N), pa.StructArray.from_arrays(columns, fields=_FIELDS))
 
 
 def _groups(
-    bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advantages: Any
+    bounds: Bounds, a: Column, b: Column, mask: Column, advantage: Column, advantages: Column
 ) -> tuple[np.ndarray, list[pa.Array]]:
     one = advantage.combine_chunks() if isinstance(advantage, pa.ChunkedArray) else advantage
     tokens = tokens_of({"a": a, "b": b}, mask=mask, advantage=one.fill_null(np.nan), advantages=advantages)

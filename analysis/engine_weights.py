@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
 
 from ..schemas.errors import WeightsMissing, option
 from ..schemas.modules import module_of
@@ -152,7 +151,12 @@ def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterat
             yield engines[writer].compared(at, tensors, had, updated, plain)
 
 
-_NOTHING: tuple[Any, ...] = (None, [], [], [], [], [], [])
+_Columns = tuple[
+    int, list[str], list[int | None], list[int | None], list[int | None], list[int | None], list[str | None]
+]
+_NOTHING: _Columns = (0, [], [], [], [], [], [])
+_Tensor = tuple[str, int | None, int | None, int | None, int | None, str | None]
+"""Name; hashes of the trainer's tensor, before adapters are merged, as given to the engine and as held by it; cast."""
 
 
 def _note(had: dict[int, int], own: int, version: int) -> bool:
@@ -170,7 +174,7 @@ class _Engine:
         self._was_given = False
 
     def compared(
-        self, at: tuple[int, str, int], tensors: Sequence[tuple[Any, ...]], had: Mapping[str, Mapping[int, int]],
+        self, at: tuple[int, str, int], tensors: Sequence[_Tensor], had: Mapping[str, Mapping[int, int]],
         updated: Collection[str], plain: Sequence[int],
     ) -> EngineVersion:  # fmt: skip
         agreeing, differences, num_unknown = set(), [], 0

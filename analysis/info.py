@@ -263,7 +263,7 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
     return [f"no weights, so the trace cannot be replayed; attach a Hugging Face folder: {attach}"]
 
 
-def _of_ranges(database: Database, query: str, ranges: Sequence[range], **values: Any) -> list[tuple[Any, ...]]:
+def _of_ranges(database: Database, query: str, ranges: Sequence[range], **values: object) -> list[tuple[Any, ...]]:
     asked = [values | {"first": steps.start, "last": steps.stop - 1} for steps in ranges]
     return [row for each in asked for row in database.connection.execute(query, each).fetchall()]
 

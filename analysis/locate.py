@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import Any
 
 from ..replay.arms import Arm, parse_arm
 from ..replay.locate.engine import REFERENCE
@@ -16,21 +15,11 @@ from .location import Location, location
 
 
 def locate(
-    trace: str | os.PathLike[str],
-    *,
-    steps: str = "-1",
-    arm: str | None = None,
-    against: str = REFERENCE,
-    sequences: str = "8",
-    layers: str | None = None,
-    operators: str | None = None,
-    patch: str = "kinds",
-    model_factory: str | None = None,
-    against_factory: str | None = None,
-    weights_from: str | os.PathLike[str] | None = None,
-    keep: bool = True,
-    progress: Progress = no_progress,
-) -> Location:
+    trace: str | os.PathLike[str], *, steps: str = "-1", arm: str | None = None, against: str = REFERENCE,
+    sequences: str = "8", layers: str | None = None, operators: str | None = None, patch: str = "kinds",
+    model_factory: str | None = None, against_factory: str | None = None,
+    weights_from: str | os.PathLike[str] | None = None, keep: bool = True, progress: Progress = no_progress,
+) -> Location:  # fmt: skip
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
     With `keep`, stores the result in the trace if it is a local folder, under `locate/`.
@@ -55,19 +44,21 @@ def locate(
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
-    asked: dict[str, Any] = {
-        "arm": arm, "against": against, "sequences": sequences, "layers": layers, "operators": operators, "patch": patch,
-        "model_factory": model_factory, "against_factory": against_factory,
-    }  # fmt: skip
-    found = locate_operators(trace, steps=steps, weights_from=weights_from, progress=progress, **asked)
+    found = locate_operators(
+        trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators,
+        patch=patch, model_factory=model_factory, against_factory=against_factory, weights_from=weights_from,
+        progress=progress,
+    )  # fmt: skip
     if not keep:
         return location(found)
     store = Store(trace)
     if not store.is_local:
         return location(found, not_kept="the trace is not a local folder")
     question = LocateQuestion(
-        step=found.step, weights_from=None if weights_from is None else os.fspath(weights_from), **asked
-    )
+        step=found.step, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
+        model_factory=model_factory, against_factory=against_factory,
+        weights_from=None if weights_from is None else os.fspath(weights_from),
+    )  # fmt: skip
     try:
         return location(found, kept=write_result(store, question_id(question), question, found))
     except OSError as error:
@@ -80,7 +71,7 @@ def question_id(question: LocateQuestion) -> str:
     Only the changes that an arm makes are hashed, so that options added in later releases do not change existing ids.
     """
     arms = {"arm": Arm() if question.arm is None else parse_arm(question.arm), "against": parse_arm(question.against)}
-    asked: dict[str, Any] = asdict(question) | {side: arm.changes for side, arm in arms.items()}
+    asked = asdict(question) | {side: arm.changes for side, arm in arms.items()}
     if question.operators is None:  # earlier releases lacked this option, and their ids must not change
         del asked["operators"]
     return short_hash(canonical_json(asked).encode())

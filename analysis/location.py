@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -132,7 +131,7 @@ def _carried(
 
 
 def location_rows(found: Location, by: str = "kind") -> Rows:
-    tables: dict[str, Sequence[Any]] = {
+    tables: dict[str, Sequence[OperatorShare | OperatorError | PatchShare]] = {
         "kind": found.kinds, "operator": found.operators, "layer": found.layers, "patch": found.patches,
     }  # fmt: skip
     return table(tables[by]).without({"kind": ("layer",), "layer": ("kind",)}.get(by, ()))
@@ -168,7 +167,7 @@ def _result(run: str, kept: KeptResult) -> LocatedResult:
 
 
 def view_rows(database: Database) -> dict[str, pa.Table]:
-    operators, patches = list[dict[str, Any]](), list[dict[str, Any]]()
+    operators, patches = list[dict[str, object]](), list[dict[str, object]]()
     for result in read_located(database):
         found = result.location
         named = {"run": result.run, "result": result.id, "step": found.step, "a": found.a, "b": found.b}

@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal
 
@@ -49,11 +49,11 @@ _VIEWS = (
     "sequences", "scores", "metrics", "passes", "steps", "tokens", "changes", "engine_weights", "operators", "patches",
 )  # fmt: skip
 _COLUMNS = f"""
-    SELECT table_name, list(column_name ORDER BY ordinal_position) FROM information_schema.columns
+    SELECT table_name, list(column_name ORDER BY ordinal_position) AS columns FROM information_schema.columns
     WHERE table_name IN ({", ".join(map(quoted, _VIEWS))}) GROUP BY table_name ORDER BY table_name
 """
 _MACROS = """
-    SELECT function_name, parameters FROM duckdb_functions()
+    SELECT function_name, array_to_string(parameters, ', ') FROM duckdb_functions()
     WHERE function_type = 'table_macro' AND regexp_matches(function_name, '^(pair|correction)_?|_(runs|steps)$')
     ORDER BY length(function_name), function_name
 """
@@ -105,7 +105,7 @@ class RunTools:
 
     def describe(
         self, run: str | None = None, part: Literal["run", "views", "macros", "queries", "metrics"] = "run", like: str = "*"
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, object]:  # fmt: skip
         """Show what a run contains (part="run"), the schema for sql ("views", "macros"), the names for probe
         ("queries"), or each logged metric's first, last, min and max ("metrics"; like="hyperparameter/*" for settings).
         """
@@ -119,18 +119,18 @@ class RunTools:
             return {"columns": found.columns, "metrics": [row if row[-1] else row[:-1] for row in found.rows]}
         if part == "views":
             same = "eval_sequences, eval_scores: evaluation samples; all_NAME: NAME including superseded attempts"
-            return {"views": dict(self._ask(_COLUMNS, run).rows), "same_columns": same}
+            return {"views": {view: names for view, names in self._ask(_COLUMNS, run).rows}, "same_columns": same}
         columns = {
             name: [row[0] for row in self._ask(f"DESCRIBE FROM {name}('train', 'rollout')", run).rows]
             for name in ("pair", "pair_steps")
         }
-        macros = [f"{name}({', '.join(given)})" for name, given in self._ask(_MACROS, run).rows]
+        macros = [f"{name}({given})" for name, given in self._ask(_MACROS, run).rows]
         return {"columns": columns, "macros": macros}
 
     def diagnose(
         self, run: str | None = None, control: str | None = None, steps: str = ALL_STEPS,
         detail: Literal["none", "suspects", "alarms", "figures"] = "none",
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, object]:  # fmt: skip
         """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
         control: a healthy baseline run. The percentage after a cause is the probability of that cause, not of the
         details. detail adds the evidence for each suspect, the alerts that fired, or published reference values.
@@ -142,7 +142,7 @@ class RunTools:
         cause, raised = found["attribution"], [each for each in found["alarms"]["judged"] if each["is_raised"]]
         checked = found["checked"] or {"is_valid": None, "findings": []}  # a trace without tokens has nothing to check
         suspects = [_some(each, "code", "detail", "probability") for each in cause["suspects"][:4]]
-        more: dict[str, Any] = {}
+        more: dict[str, object] = {}
         if detail == "none":
             more = {"numerics": (found["numerics"] or {}).get("sentence"), "metrics": found["metrics"]}
         elif detail == "suspects":
@@ -163,7 +163,7 @@ class RunTools:
             "notes": cause["notes"], "next": found["next"],
         } | more  # fmt: skip
 
-    def check(self, run: str | None = None, pair: str = "train:rollout", steps: str = ALL_STEPS) -> dict[str, Any]:
+    def check(self, run: str | None = None, pair: str = "train:rollout", steps: str = ALL_STEPS) -> dict[str, object]:
         """Report whether two passes may be compared, or which fault makes the comparison invalid, with evidence."""
         from .check.check import check
 
@@ -187,7 +187,7 @@ class RunTools:
 
     def changes(
         self, run: str | None = None, around_step: int | None = None, kinds: Sequence[str] = (), limit: int = 20
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """List what changed during a run (series, settings, contracts): nearest to around_step first, or largest first
         if around_step is not given. kinds: e.g. mismatch, reward, advantages, logged, setting, contract. In the
         result, `order` says whether a change came before, with or after the drop.
@@ -203,7 +203,7 @@ class RunTools:
 
     def probe(
         self, name: str, run: str | None = None, steps: str = ALL_STEPS, pair: str = "train:rollout"
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Run a named query (describe part="queries" lists them), e.g. concentration, shape, prefix-noise, course."""
         rows = query(name, self._path(run), pair=pair, steps=steps, timeout=self.timeout, memory=self.memory)
         rows = rows.without({"run"})
@@ -212,7 +212,7 @@ class RunTools:
     def rows(
         self, step: int, run: str | None = None, order: Literal["first", "worst", "group"] = "first", n: int = 10,
         pair: str = "train:rollout",
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, object]:  # fmt: skip
         """Show sequences of a step: prompt, response, reward, advantage and both passes' logprobs.
         order: as recorded, largest |d| first, or group by group.
         """
@@ -226,7 +226,7 @@ class RunTools:
             return {"rows": found, "text": text.told}
         return {"rows": found} | _some(self._summary(run), "first_step", "last_step", "passes")
 
-    def sql(self, query: str, runs: Sequence[str] = (), max_rows: int = 50) -> dict[str, Any]:
+    def sql(self, query: str, runs: Sequence[str] = (), max_rows: int = 50) -> dict[str, object]:
         """Run one read-only DuckDB query over the views and macros (describe part="views" and "macros" list them).
         runs: all by default; every view has a column run. The view tokens has one row per token, so aggregate it.
         """
@@ -234,7 +234,7 @@ class RunTools:
         found = sql(paths, query, timeout=self.timeout, memory=self.memory, max_rows=most)
         return {"columns": found.columns, "rows": found.rows}
 
-    def compare(self, other: str, run: str | None = None, steps: str = ALL_STEPS) -> dict[str, Any]:
+    def compare(self, other: str, run: str | None = None, steps: str = ALL_STEPS) -> dict[str, object]:
         """List the differences between two runs, earliest first. In the result, a is `run` and b is `other`."""
         from .comparison.compare import compare
 
@@ -251,8 +251,9 @@ class RunTools:
         proposed = [name.split(".")[-1] for line in others for name in re.findall(r'"([^"]+)"', line)]
         known, run = [*self.runs], run if run in self.runs else None
         if isinstance(error, InvalidQuery) and re.search(r"not found|does not exist", first):
-            columns = [name for view, names in self._ask(_COLUMNS, run).rows for name in (view, *names)]
-            known += columns + [name for name, _ in self._ask(_MACROS, run).rows]
+            views = self._ask(_COLUMNS, run).dicts()
+            known += [name for view in views for name in (view["table_name"], *view["columns"])]
+            known += [macro["function_name"] for macro in self._ask(_MACROS, run).dicts()]
         elif error.option == "query":
             known = [each.name for each in catalogue()]
         words = re.findall(r"[\w-]{3,}", first)
@@ -268,7 +269,7 @@ class RunTools:
     def _ask(self, query: str, run: str | None) -> Rows:
         return sql(self._path(run), query, timeout=self.timeout)
 
-    def _summary(self, run: str | None) -> dict[str, Any]:
+    def _summary(self, run: str | None) -> dict[str, object]:
         found = info(self._path(run))
         names = (
             "run", "state", "source", "model", "model_dtypes", "first_step", "last_step", "num_sequences",
@@ -281,7 +282,7 @@ class RunTools:
 TOOLS = ("describe", "diagnose", "check", "changes", "probe", "rows", "sql", "compare")
 
 
-def _some(item: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def _some(item: Mapping[str, object], *names: str) -> dict[str, object]:
     return {name: item[name] for name in names if item.get(name) is not None}
 
 
@@ -294,7 +295,7 @@ def _checked(value: int, name: str) -> int:
 # --- Answers: JSON, rounded and cut to size
 
 
-def _rounded(value: Any, digits: int) -> Any:
+def _rounded(value: object, digits: int) -> object:
     if isinstance(value, float):
         if value.is_integer() and abs(value) < 2**53:
             return int(value)
@@ -307,11 +308,11 @@ def _rounded(value: Any, digits: int) -> Any:
     return [_rounded(item, digits) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def fitted(value: dict[str, Any], max_bytes: int) -> str:
+def fitted(value: dict[str, object], max_bytes: int) -> str:
     """Write an answer as JSON. If it is too long, shorten its longest lists until it fits, and report the cuts in "cut"."""
     cut: dict[str, str] = {}
     totals: dict[str, int] = {}
@@ -327,7 +328,7 @@ def fitted(value: dict[str, Any], max_bytes: int) -> str:
     return text
 
 
-def _lists(value: Any, place: str = "") -> list[tuple[str, list[Any]]]:
+def _lists(value: object, place: str = "") -> list[tuple[str, list[object]]]:
     if isinstance(value, dict):
         return [one for key, item in value.items() for one in _lists(item, f"{place}.{key}" if place else key)]
     if isinstance(value, list):
@@ -368,7 +369,8 @@ def answer_call() -> None:
     said = dict.fromkeys(str(each.message) for each in told if issubclass(each.category, TimTraceWarning))
     found |= {"warnings": list(said)} if said else {}
     digits = _DIGITS_OF_SQL if name == "sql" else _DIGITS
-    text = _written([is_error, fitted(_rounded(jsonable(found), digits), min(max(max_bytes, 200), 1_000_000))])
+    shown = {name: _rounded(jsonable(value), digits) for name, value in found.items()}
+    text = _written([is_error, fitted(shown, min(max(max_bytes, 200), 1_000_000))])
     with open(out, "w", encoding="utf-8") as stdout:
         stdout.write(text)
     os._exit(0)  # exit without waiting for DuckDB's threads
@@ -382,14 +384,14 @@ def _server(base: Any, tools: RunTools) -> Any:
     limiter = anyio.CapacityLimiter(_AT_ONCE)
     command = [sys.executable, "-c", _CALL.format(path=sys.path)]
 
-    def answer(text: str, is_error: bool = False) -> Any:
+    def answer(text: str, is_error: bool = False) -> CallToolResult:
         return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
 
-    def problem(error: str, **more: Any) -> Any:
+    def problem(error: str, **more: object) -> CallToolResult:
         return answer(_written({"error": error} | more), is_error=True)
 
     class Server(base):  # type: ignore[misc]
-        async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        async def call_tool(self, name: str, arguments: dict[str, object], context: object = None) -> CallToolResult:
             known = {tool.name: [*tool.input_schema["properties"]] for tool in await self.list_tools()}
             if name not in known:
                 return problem(f"unknown tool {name[:80]!r}", candidates=[*known])
@@ -398,15 +400,15 @@ def _server(base: Any, tools: RunTools) -> Any:
             try:
                 return await super().call_tool(name, arguments, context)
             except ToolError as error:
-                wrong: list[Any] = getattr(error.__cause__, "errors", list)()
+                wrong: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()  # pydantic's
                 places = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in wrong]
                 return problem(f"invalid arguments for {name}" if places else str(error), got=places)
 
-    def remote(tool: Callable[..., Any]) -> Callable[..., Any]:
+    def remote(tool: Callable[..., dict[str, object]]) -> Callable[..., Awaitable[CallToolResult]]:
         name, of_tool = tool.__name__, inspect.signature(tool, eval_str=True)
         default = _MAX_BYTES_OF_SQL if name == "sql" else _MAX_BYTES
 
-        async def call(**arguments: Any) -> Any:
+        async def call(**arguments: object) -> CallToolResult:
             request = {"runs": tools.runs, "timeout": tools.timeout, "memory": tools.memory, "name": name}
             request["arguments"] = arguments
             async with limiter:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import exp, hypot, inf, log, nan, sqrt
-from typing import Any
 
 import numpy as np
 
@@ -154,8 +153,9 @@ def _engine(run: RecordedRun, steps: Sequence[int], text: str | None) -> tuple[A
 
 
 def predictions(
-    run: RecordedRun, steps: Sequence[int], remedies: Sequence[Remedy], progress: Progress, cluster: Mapping[str, Any]
-) -> Iterator[Prediction]:
+    run: RecordedRun, steps: Sequence[int], remedies: Sequence[Remedy], progress: Progress, *, ray: str | None,
+    gpus_per_arm: float | None,
+) -> Iterator[Prediction]:  # fmt: skip
     """Replay `steps` with each remedy, and yield a prediction of each statistic in SIZES at the other steps."""
     everything = open_database([run.store.url])
     sides = choose_sides(everything, choose_loss(everything, None)[0])
@@ -166,7 +166,7 @@ def predictions(
         problem, measured = (remedy.problem, "") if remedy.problem else None, list[Sums]()
         if problem is None:
             try:
-                replay_missing(run, remedy.arms, steps, progress, cluster)
+                replay_missing(run, remedy.arms, steps, progress, ray=ray, gpus_per_arm=gpus_per_arm)
                 database = open_database([run.store.url], steps=listed(steps))
                 measured = [read_sums(database, pair, sides, progress) for pair in remedy.pairs]
                 common = reduce(np.intersect1d, (sums["unit"] for sums in measured))

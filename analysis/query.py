@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import duckdb
 
@@ -78,7 +77,7 @@ def _answer(database: Database, query: str, unsafe: bool, max_rows: int | None) 
         if not unsafe:
             for statement in statements:
                 _check_reads(connection, statement)
-        result: Any = None
+        result = connection
         for statement in statements:
             database.views.choose_files(statement.query, None)
             result = connection.execute(statement)
@@ -94,7 +93,7 @@ def _answer(database: Database, query: str, unsafe: bool, max_rows: int | None) 
         raise InvalidQuery(_explained(str(error))) from error
 
 
-def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
+def _check_reads(connection: duckdb.DuckDBPyConnection, statement: duckdb.Statement) -> None:
     parts = [statement]
     if statement.type == duckdb.StatementType.EXPLAIN:
         parts = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))

@@ -5,7 +5,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from ..replay.backends.trusted import WHY
-from ..replay.results import ReplayedStep, ReplayPlan, by_arm
+from ..replay.results import ReplayedSteps, ReplayPlan, by_arm
 from ..schemas.passes import TRAIN
 from .rows import MAIN_COLUMNS, Rows, shown, table, to_text
 
@@ -47,7 +47,7 @@ def not_held_reason(code: str) -> str:
     return WHY[code].format(name="").replace("  ", " ")
 
 
-def replay_text(found: Sequence[ReplayedStep], width: int | None = None) -> str:
+def replay_text(found: ReplayedSteps, width: int | None = None) -> str:
     return to_text(table(by_arm(found)), width)
 
 

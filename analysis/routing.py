@@ -6,7 +6,7 @@ Shapes: N tokens in a sequence, L layers with a router, S experts selected per t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import duckdb
 import numpy as np
@@ -17,7 +17,7 @@ from ..tracer.routing import NOT_ROUTED, Routing, read_routing
 from ..tracer.store import Store
 from .trace.database import Database
 from .trace.macros import MacroFile, sql_file, struct_sql
-from .trace.ragged import struct_fields
+from .trace.ragged import Column, struct_fields
 from .trace.source import Source
 
 FUNCTIONS = ("routing_sums_of", "routing_counts_of")
@@ -75,12 +75,12 @@ def compare(a: Routing, b: Routing) -> Agreement:
     )  # fmt: skip
 
 
-def by_layer(found: Agreement) -> list[dict[str, Any]]:
+def by_layer(found: Agreement) -> list[dict[str, float]]:
     sums = [values_NL.sum(axis=0).tolist() for values_NL in found]
     return [dict(zip(_SUMS, layer, strict=True)) for layer in zip(*sums, strict=True)]
 
 
-def by_token(found: Agreement) -> list[dict[str, Any]]:
+def by_token(found: Agreement) -> list[dict[str, float]]:
     known, same = found.known_NL.sum(axis=1).tolist(), found.same_experts_NL.sum(axis=1).tolist()
     return [
         {"num_layers": layers, "num_layers_differing": layers - equal}
@@ -95,10 +95,12 @@ def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -
     """
     stores = {source.run: source.store for source in sources}
 
-    def define(name: str, types: dict[str, str], rows_of: Callable[[Agreement], list[dict[str, Any]]]) -> None:
+    def define(name: str, types: dict[str, str], rows_of: Callable[[Agreement], list[dict[str, float]]]) -> None:
         kind = pa.list_(pa.struct(struct_fields(types)))
 
-        def function(run: Any, group_a: Any, start_a: Any, group_b: Any, start_b: Any, num_tokens: Any) -> pa.Array:
+        def function(
+            run: Column, group_a: Column, start_a: Column, group_b: Column, start_b: Column, num_tokens: Column
+        ) -> pa.Array:
             found = _compared(stores, run, (group_a, start_a), (group_b, start_b), num_tokens)
             return pa.array([rows_of(row) for row in found], kind)
 
@@ -114,7 +116,9 @@ MACROS = MacroFile[Database](
 )  # fmt: skip
 
 
-def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: Any) -> list[Agreement]:
+def _compared(
+    stores: dict[str, Store], run: Column, a: tuple[Column, Column], b: tuple[Column, Column], num_tokens: Column
+) -> list[Agreement]:
     runs, counts = run.to_pylist(), num_tokens.to_pylist()
     sides = [_read(stores, runs, group.to_pylist(), start.to_pylist(), counts) for group, start in (a, b)]
     return [compare(one, other) for one, other in zip(*sides, strict=True)]

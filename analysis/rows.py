@@ -13,11 +13,16 @@ from importlib import import_module
 from itertools import zip_longest
 from operator import attrgetter
 from types import MappingProxyType, NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..schemas.errors import ColumnsLeftOut, warn
 from ..schemas.results import Result, Table
 from ..schemas.steps import ALL_STEPS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Found = TypeVar("Found", bound="DataclassInstance")
 
 
 def cell_len(text: str) -> int:
@@ -31,12 +36,12 @@ class Rows(Table):
     _text = "tim_trace.analysis.rows:to_text"
 
     columns: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
+    rows: Sequence[tuple[object, ...]]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         return self.columns, self.rows
 
     def dicts(self) -> list[dict[str, Any]]:
@@ -58,7 +63,7 @@ class Rows(Table):
         return Rows(self.columns + added, rows)
 
 
-def table(values: Sequence[Any]) -> Rows:
+def table(values: Sequence[DataclassInstance]) -> Rows:
     columns = tuple(field.name for field in fields(values[0])) if values else ()
     return Rows(columns, [tuple(getattr(value, name) for name in columns) for value in values])
 
@@ -68,7 +73,9 @@ _LINE = 120
 JSON_VERSION = 1
 """Version of all `--json` output. It increases if a key is removed or renamed, or changes its meaning."""
 
-Entry = Callable[[Any], Any] | property | None
+Getter = Callable[[Any], object]
+"""Function of a dataclass. Any, because a mapping's type cannot say that its value takes an object of its key."""
+Entry = Getter | property | None
 Form = Mapping[type, Mapping[str, Entry]]
 """Dataclass -> additional JSON keys, each with the property or function that computes the key's value, or with None to
 leave a field out. The JSON Schemas are derived from the types of the fields and from these functions' return types."""
@@ -86,21 +93,22 @@ def form_of(kind: type[Result]) -> Form:
     return form
 
 
-def entries(kind: type, form: Form) -> dict[str, Callable[[Any], Any]]:
+def entries(kind: type, form: Form) -> dict[str, Getter]:
     """Return a dataclass's JSON keys, each with the function that computes its value. In a result, the keys that the
     form adds, such as the verdict, come first."""
     own, added = {field.name: attrgetter(field.name) for field in fields(kind)}, form.get(kind, {})
-    chosen: dict[str, Any] = {**added, **own, **added} if issubclass(kind, Result) else {**own, **added}
-    return {name: getattr(entry, "fget", entry) for name, entry in chosen.items() if entry is not None}
+    chosen: dict[str, Entry] = {**added, **own, **added} if issubclass(kind, Result) else {**own, **added}
+    getters = {name: entry.fget if isinstance(entry, property) else entry for name, entry in chosen.items()}
+    return {name: getter for name, getter in getters.items() if getter is not None}
 
 
 def result_json(found: Result, form: Form | None = None) -> dict[str, Any]:
     """Convert a result to JSON values, by default in the form that its command prints."""
-    converted: dict[str, Any] = jsonable(found, form_of(type(found)) if form is None else form)
-    return converted
+    form = form_of(type(found)) if form is None else form
+    return {name: jsonable(getter(found), form) for name, getter in entries(type(found), form).items()}
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """Serialize a value as JSON, with terminal control characters escaped. NaN and infinities, which JSON lacks, become
     the strings `NaN`, `Infinity` and `-Infinity`. null means "not recorded"."""
     text = _indented(jsonable(value))
@@ -112,7 +120,7 @@ def to_json(value: Any) -> str:
 _encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
-def _indented(value: Any, indent: str = "") -> str:
+def _indented(value: object, indent: str = "") -> str:
     """Serialize a JSON value. An object or array is put on one line if it fits."""
     line = _encoded(value)
     if not value or not isinstance(value, (dict, list)) or len(indent) + len(line) <= _LINE:
@@ -157,7 +165,7 @@ def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> s
 
 
 class _Column:
-    def __init__(self, name: str, place: int, cells: list[str], values: Sequence[Any]):
+    def __init__(self, name: str, place: int, cells: list[str], values: Sequence[object]):
         self.name, self.place, self.cells = name, place, cells
         is_number = [isinstance(value, (int, float, NoneType)) and not isinstance(value, bool) for value in values]
         self.is_text = not values or not all(is_number)
@@ -275,7 +283,7 @@ def _as_lists(columns: Sequence[_Column], width: int | None) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: Any, longest: int) -> str:
+def _cell(value: object, longest: int) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -310,13 +318,9 @@ def wrapped(text: str, indent: str, width: int | None) -> str:
         return indent + text
     whole = re.sub("`tim-trace [^`]*`", lambda found: found[0].replace(" ", "\0"), text)  # commands stay whole
     return textwrap.fill(
-        whole,
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
+        whole, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False,
         break_long_words=whole == text,
-    ).replace("\0", " ")
+    ).replace("\0", " ")  # fmt: skip
 
 
 def wrapped_lines(text: str, width: int | None) -> str:
@@ -350,28 +354,30 @@ def of_steps(steps: str) -> str:
     return "" if steps == ALL_STEPS else f" (steps {steps})"
 
 
-def shown(value: Any) -> Any:
+def shown(found: Found) -> Found:
     """Apply `printable` to every string in a result, so that text from a trace cannot pass for the program's output."""
+    own = {field.name: getattr(found, field.name) for field in fields(found) if field.init}
+    changed = {name: new for name, value in own.items() if (new := _shown(value)) is not value}
+    return replace(found, **changed) if changed else found
+
+
+def _shown(value: object) -> object:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
-        return {shown(key): shown(item) for key, item in value.items()}
+        return {_shown(key): _shown(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(shown(item) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        changed = {name: new for name, item in own.items() if (new := shown(item)) is not item}
-        return replace(value, **changed) if changed else value
-    return value
+        return type(value)(_shown(item) for item in value)
+    return shown(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def _csv_cell(value: Any) -> Any:
+def _csv_cell(value: object) -> object:
     if isinstance(value, (list, tuple, dict)):
         return json.dumps(jsonable(value), ensure_ascii=False)
     return repr(value) if isinstance(value, float) else value
 
 
-def jsonable(value: Any, form: Form = MappingProxyType({})) -> Any:
+def jsonable(value: object, form: Form = MappingProxyType({})) -> object:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -385,7 +391,7 @@ def jsonable(value: Any, form: Form = MappingProxyType({})) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [jsonable(item, form) for item in value]
     if is_dataclass(value):
-        return {name: jsonable(entry(value), form) for name, entry in entries(type(value), form).items()}
+        return {name: jsonable(getter(value), form) for name, getter in entries(type(value), form).items()}
     if isinstance(value, (date, datetime)):
         return value.isoformat()
     return str(value)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 from ..schemas.errors import InvalidOption, NothingToCompare, option
 from ..schemas.steps import ALL_STEPS
 from ..tracer.cluster import connected
@@ -30,16 +28,9 @@ _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iter
 
 
 def stats(
-    traces: Traces | Database,
-    *,
-    pair: str = "train:rollout",
-    by: str = "run",
-    steps: str = ALL_STEPS,
-    like: str | None = None,
-    ray: str | None = None,
-    progress: Progress = no_progress,
-    **options: Any,
-) -> Rows:
+    traces: Traces | Database, *, pair: str = "train:rollout", by: str = "run", steps: str = ALL_STEPS,
+    like: str | None = None, ray: str | None = None, progress: Progress = no_progress, **options: object,
+) -> Rows:  # fmt: skip
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
     If a trace is local, finished and writable, stores per-sequence sums in it (`sums/`, `index/`), so that later calls
@@ -128,13 +119,12 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
 
 def likeness(
     traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS, like: str | None = None,
-    **options: Any,
+    **options: object,
 ) -> list[str]:  # fmt: skip
     """Return notes on the metrics that `like` selects, such as where they are defined. Without `like`, the list is
     empty."""
     if like is None:
         return []
-    options = {name: value for name, value in options.items() if name != "by"}
     framework = framework_of(like, options)
     return [
         f"as {framework.name} {framework.version} defines them: {framework.source}",

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import fsum, nan, sqrt
-from typing import Any
 
 import numpy as np
 
@@ -90,20 +89,11 @@ class Triangulation(Result):
 
 
 def triangulate(
-    trace: str | os.PathLike[str],
-    *,
-    steps: str = "all",
-    reference: str = "fp64",
-    arm: Sequence[str] = (),
-    predict: Sequence[str] = (),
-    engine: str | None = None,
-    model_factory: str | None = None,
-    weights_from: str | os.PathLike[str] | None = None,
-    allow_kernel: Sequence[str] = (),
-    ray: str | None = None,
-    gpus_per_arm: float | None = None,
-    progress: Progress = no_progress,
-) -> Triangulation:
+    trace: str | os.PathLike[str], *, steps: str = "all", reference: str = "fp64", arm: Sequence[str] = (),
+    predict: Sequence[str] = (), engine: str | None = None, model_factory: str | None = None,
+    weights_from: str | os.PathLike[str] | None = None, allow_kernel: Sequence[str] = (), ray: str | None = None,
+    gpus_per_arm: float | None = None, progress: Progress = no_progress,
+) -> Triangulation:  # fmt: skip
     """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes.
 
     Like `replay`, stores its replays in the trace.
@@ -135,13 +125,13 @@ def triangulate(
     if ray is not None:
         places(open_database([run.store.url]))  # raise an error now if actors cannot open the trace
     with connected(ray):
-        cluster = {"ray": ray, "gpus_per_arm": gpus_per_arm}
-        replayed = replay_missing(run, arms, chosen, progress, cluster)
+        replayed = replay_missing(run, arms, chosen, progress, ray=ray, gpus_per_arm=gpus_per_arm)
         database = open_database([run.store.url], ray=ray)
         names = [REPLAY_PREFIX + single.name for single in arms]
         tell_sampled(database, names)
         errors, num_different = _errors(database, names, chosen, replayed is None, progress)
-        predictions = tuple(predicted(run, chosen, remedies, progress, cluster)) if remedies else ()
+        measured = predicted(run, chosen, remedies, progress, ray=ray, gpus_per_arm=gpus_per_arm)
+        predictions = tuple(measured) if remedies else ()
     not_held = None if replayed is None else next((step.not_held for step in replayed if step.not_held), None)
     held = num_different == 0 if replayed is None else not_held is None
     return replace(_measured(run, chosen, errors, held, not_held), predictions=predictions)
@@ -253,10 +243,11 @@ def _correlation(sums: ErrorSums) -> float:
     return max(min(common / sqrt(spreads[0] * spreads[1]), 1.0), -1.0)
 
 
-def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
+def _arm(name: str, sums: ErrorSums) -> tuple[str, float, float, float | None, float | None]:
     share, interval = share_of_gap(sums.groups, REMOVED)
     left = sums.totals[f"{ROLLOUT} square"] / sums.totals["num_tokens"]
-    return name, sqrt(left), share, *(ends(interval) or (None, None))
+    low, high = ends(interval) or (None, None)
+    return name, sqrt(left), share, low, high
 
 
 def share_of_gap(groups: Mapping[str, np.ndarray], name: str) -> tuple[float, Interval | NoInterval]:

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -95,17 +94,17 @@ def verification_text(found: Verification, width: int | None = None) -> str:
         files = counted(found.num_unchecked, "file has", "files have")
         lines.append(f"{files} no checksums, so damage in them cannot be detected")
     if found.deviations is not None:
-        deviations = [_deviation_text(row) for row in found.deviations.dicts()]
+        deviations = [_deviation_text(**row) for row in found.deviations.dicts()]
         lines += deviations or [f"conforms to trace format {FORMAT_VERSION}"]
     return "\n".join(lines)
 
 
-def _deviation_text(row: Mapping[str, Any]) -> str:
-    where = ": ".join(filter(None, (row["where"], row["field"])))
-    expected = f", expected {row['expected']}" if row["expected"] else ""
-    found = f", found {row['found']}" if row["found"] else ""
-    rows = "" if row["num_rows"] is None else f" ({counted(row['num_rows'], 'row')}, e.g. {row['found']})"
-    return printable(f"format: {where}: {row['code'].replace('_', ' ')}{expected}{rows or found}")
+def _deviation_text(where: str, field: str, code: str, expected: str, found: str, num_rows: int | None) -> str:
+    place = ": ".join(filter(None, (where, field)))
+    wanted = f", expected {expected}" if expected else ""
+    actual = f", found {found}" if found else ""
+    rows = "" if num_rows is None else f" ({counted(num_rows, 'row')}, e.g. {found})"
+    return printable(f"format: {place}: {code.replace('_', ' ')}{wanted}{rows or actual}")
 
 
 VERIFICATION_FORM: Form = {Verification: {"is_whole": Verification.is_whole}}
@@ -116,7 +115,7 @@ class _Part:
     folder: str
     name: str
     num_bytes: int
-    read: Callable[[], Any]
+    read: Callable[[], object]
     of_parts: Callable[[], list[str]] = list
 
 

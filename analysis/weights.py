@@ -23,14 +23,9 @@ MODULE_COLUMNS = ("module", "num_tensors", "num_elements", "mean_share_changed",
 
 
 def weights(
-    trace: str | os.PathLike[str],
-    *,
-    by: str = "version",
-    engine: bool = False,
-    verify: bool = False,
-    weights_from: str | os.PathLike[str] | None = None,
-    progress: Progress = no_progress,
-) -> Rows:
+    trace: str | os.PathLike[str], *, by: str = "version", engine: bool = False, verify: bool = False,
+    weights_from: str | os.PathLike[str] | None = None, progress: Progress = no_progress,
+) -> Rows:  # fmt: skip
     """List the weight versions, with their size and the share of elements that changed.
 
     Each version's row has the number of elements, their bytes in memory and on disk, the share whose bits differ from
@@ -69,12 +64,9 @@ def weights(
 
 
 def export(
-    trace: str | os.PathLike[str],
-    version: int,
-    folder: str | os.PathLike[str],
-    *,
+    trace: str | os.PathLike[str], version: int, folder: str | os.PathLike[str], *,
     weights_from: str | os.PathLike[str] | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write a version's weights to a folder that transformers can load with `from_pretrained`.
 
     A model with adapters is written as the base model, plus one folder per adapter for peft's
@@ -124,14 +116,9 @@ def _by_version(reader: WeightReader) -> Rows:
         parts = reader.parts[version]
         elements = sum(tensor.numel for part in parts for tensor in reader.layout(part).tensors)
         rows.append((
-            version,
-            "keyframe" if all(part.is_keyframe for part in parts) else "delta",
-            len(parts),
-            elements,
-            sum(reader.layout(part).num_bytes for part in parts),
-            sum(part.num_bytes for part in parts),
-            _share(parts, elements),
-            parts[0].chain[:12] if len(parts) == 1 else None,
+            version, "keyframe" if all(part.is_keyframe for part in parts) else "delta", len(parts), elements,
+            sum(reader.layout(part).num_bytes for part in parts), sum(part.num_bytes for part in parts),
+            _share(parts, elements), parts[0].chain[:12] if len(parts) == 1 else None,
         ))  # fmt: skip
     return Rows(VERSION_COLUMNS, rows)
 
@@ -180,9 +167,9 @@ def _of_checkpoints(reader: CheckpointReader) -> Rows:
 def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Progress) -> Rows:
     found = []
     with progress("verifying weights", len(rows)) as advance:
-        for row in rows.rows:
+        for version, row in zip(reader.versions, rows.rows, strict=True):
             try:
-                reader.load(row[0])
+                reader.load(version)
                 found.append((*row, OK))
             except TimTraceError as error:
                 found.append((*row, str(error)))

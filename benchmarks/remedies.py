@@ -110,7 +110,7 @@ def scored(file: dict[str, Any]) -> list[dict[str, Any]]:
     left: dict[str, Sums] = {}
     texts = list(dict.fromkeys(row["remedy"] for row in file["predictions"] if row["high"] is not None))
     for remedy in parse_remedies(run, others, texts, None):
-        replay_missing(run, remedy.arms, others, no_progress, {})
+        replay_missing(run, remedy.arms, others, no_progress)
         database = open_database([file["trace"]], steps=", ".join(map(str, others)))
         sides = choose_sides(database, choose_loss(database, None)[0])
         left[remedy.text] = read_sums(database, remedy.pairs[2], sides, no_progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import nan
@@ -229,15 +229,16 @@ def _by_key(wanted: list[_PendingArm]) -> list[list[_PendingArm]]:
 
 
 def replay_missing(
-    run: RecordedRun, arms: Sequence[Arm], steps: Sequence[int], progress: Progress, cluster: Mapping[str, Any]
-) -> ReplayedSteps | None:
+    run: RecordedRun, arms: Sequence[Arm], steps: Sequence[int], progress: Progress, *, ray: str | None = None,
+    gpus_per_arm: float | None = None,
+) -> ReplayedSteps | None:  # fmt: skip
     """Replay `steps` with each arm that has not scored all of them. Return None if there is nothing to replay."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None
     found = replay(
         run.store.url, steps=",".join(map(str, steps)), arm=lacking, model_factory=run.model_factory, weights_from=run.weights_from,
-        allow_kernel=run.allow_kernel, progress=progress, **cluster,
+        allow_kernel=run.allow_kernel, progress=progress, ray=ray, gpus_per_arm=gpus_per_arm,
     )  # fmt: skip
     run.look()
     return found

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import nan
-from typing import Any
 
 from ..schemas.passes import TRAIN
 from ..schemas.results import Table
@@ -45,7 +44,7 @@ class ReplayPlan(list[ArmPlan], Table):
         known = [arm.seconds for arm in self]
         return None if None in known else sum(seconds or 0.0 for seconds in known)
 
-    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         names = [field.name for field in fields(ArmPlan)] + ["seconds"]
         return names, [[getattr(arm, name) for name in names] for arm in self]
 
@@ -97,7 +96,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
 
     _text = "tim_trace.analysis.replay_text:replay_text"
 
-    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         names = [field.name for field in fields(ReplayedStep)]
         return names, [[getattr(step, name) for name in names] for step in self]
 

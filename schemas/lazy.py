@@ -26,7 +26,7 @@ class LazyPackage(ModuleType):
 
     _sources: Mapping[str, str]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name not in self._sources:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         with collector_paused(), telling_missing():
@@ -34,7 +34,7 @@ class LazyPackage(ModuleType):
         setattr(self, name, value)
         return value
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # Importing a submodule sets it as an attribute of the package. Prevent this if it would hide a public object of
         # the same name.
         if not (name in self._sources and isinstance(value, ModuleType)):
@@ -83,10 +83,12 @@ def make_lazy(package: str, sources: Mapping[str, str]) -> None:
     module.__class__ = LazyPackage
 
 
-_Public = TypeVar("_Public", bound=Callable[..., Any])
+_Public = TypeVar("_Public", bound=Callable[..., object])
 
-_NAMES = {str: "a str", os.PathLike: "a path", bool: "True or False", int: "an int", float: "a number"}
-_NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
+_NAMES: dict[object, str] = {
+    str: "a str", os.PathLike: "a path", bool: "True or False", int: "an int", float: "a number", type(None): "None",
+    Mapping: "a dict", dict: "a dict",
+}  # fmt: skip
 
 
 def checked(public: _Public) -> _Public:
@@ -99,7 +101,7 @@ def checked(public: _Public) -> _Public:
     signature = signature_of(public)
 
     @wraps(public)
-    def call(*args: Any, **options: Any) -> Any:
+    def call(*args: object, **options: object) -> object:
         try:
             given = signature.bind(*args, **options).arguments
         except TypeError:  # the call below raises the usual TypeError for wrong arguments
@@ -111,7 +113,7 @@ def checked(public: _Public) -> _Public:
     return cast(_Public, call)
 
 
-def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, name: str = "") -> None:
+def check_arguments(owner: Callable[..., object], values: Mapping[str, object], *, name: str = "") -> None:
     hints = _hints(owner)
     for option, value in values.items():
         if option in hints and not fits(value, hints[option]):
@@ -120,7 +122,7 @@ def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, nam
             raise WrongType(f"{what}: {option}: got {_shown(value)}, expected {expected}")
 
 
-def fits(value: Any, hint: Any) -> bool:
+def fits(value: object, hint: object) -> bool:
     """Return True if a value matches an annotation. Unsupported annotations match any value."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
@@ -139,16 +141,16 @@ def fits(value: Any, hint: Any) -> bool:
 _hints = cache(get_type_hints)
 
 
-def _wanted(hint: Any) -> list[str]:
+def _wanted(hint: object) -> list[str]:
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return list(dict.fromkeys(word for choice in arguments for word in _wanted(choice)))
     if origin in (Sequence, tuple, list):
         return [f"a list ({' or '.join(_wanted(arguments[0]))})" if arguments else "a list"]
-    return [_NAMES.get(origin, getattr(origin, "__name__", str(origin)))]
+    return [_NAMES.get(origin) or str(getattr(origin, "__name__", origin))]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     if isinstance(value, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import InvalidOption, InvalidRecord
 
@@ -25,6 +25,8 @@ VESPO_LOG_RATIO = (math.log(1e-8), 20.0)
 VESPO_LEAST_LAMBDA = 1e-4
 
 PREFIX = "loss/"
+
+Default = TypeVar("Default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ class Loss:
         return self.kind in (PPO, CISPO)
 
     @property
-    def hyperparameters(self) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, float | str]:
         """Settings to pass to Recorder.add_hyperparameters.
 
         Omits default `sapo_*` and `vespo_*` settings if the loss is of another kind.
@@ -121,7 +123,7 @@ class Loss:
         return {PREFIX + name: value for name, value in known.items() if value is not None and name not in left_out}
 
 
-def read_loss(values: Mapping[str, Any]) -> Loss | None:
+def read_loss(values: Mapping[str, float | str]) -> Loss | None:
     """Read the loss from hyperparameters recorded by Recorder.add_loss or by TRL's GRPO and RLOO trainers."""
     own = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
     if own:
@@ -157,7 +159,7 @@ def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
         raise InvalidOption(error.message, option=error.option) from error
 
 
-def _typed(name: str, value: str, kind: str) -> Any:
+def _typed(name: str, value: str, kind: str) -> float | str | None:
     if value == "none" and "None" in kind:
         return None
     try:
@@ -169,10 +171,12 @@ def _typed(name: str, value: str, kind: str) -> Any:
         raise InvalidOption(f"{name} cannot be {value!r}, expected {wanted}", option="loss") from error
 
 
-def _own(values: Mapping[str, Any]) -> Loss:
+def _own(values: Mapping[str, float | str]) -> Loss:
     names = {field.name for field in fields(Loss)}
-    types: dict[str, Callable[[Any], Any]] = {"max_tokens": int, "kl_weighted": bool}  # metrics are floats
-    known = {name: types[name](value) if name in types else value for name, value in values.items() if name in names}
+    types: dict[str, Callable[[float | str], float]] = {"max_tokens": int, "kl_weighted": bool}  # metrics are floats
+    known: dict[str, Any] = {  # the fields of Loss, as `hyperparameters` wrote them
+        name: types[name](value) if name in types else value for name, value in values.items() if name in names
+    }
     return Loss(**known, unknown=tuple(sorted(set(values) - names)))
 
 
@@ -194,7 +198,7 @@ _GRPO_OPTIONS = (
 """TRL settings with the same name and default as in `Loss`."""
 
 
-def _grpo(values: Mapping[str, Any]) -> Loss | None:
+def _grpo(values: Mapping[str, float | str]) -> Loss | None:
     """Return the loss that TRL 1.16's GRPOTrainer._compute_loss computes, or None if its type is unknown."""
     kind = str(values["loss_type"])
     if kind not in _GRPO_AGGREGATIONS:
@@ -203,6 +207,7 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
     corrected = bool(values.get("use_vllm")) and bool(values.get("vllm_importance_sampling_correction"))
     level = SEQUENCE_MEAN if values["importance_sampling_level"] == "sequence" else TOKEN
     kl_weighted = bool(_number(values, "beta", 0.0) and _number(values, "use_bias_correction_kl", 0.0))
+    shaped: dict[str, Any] = {name: _number(values, name, getattr(Loss(), name)) for name in _GRPO_OPTIONS}
     return Loss(
         kind=kind if kind in (CISPO, SAPO, VESPO) else PPO, level=SEQUENCE_SUM if kind == VESPO else level,
         clip_low=low, clip_high=_number(values, "epsilon_high", low), clip_hard=_number(values, "delta", None),
@@ -213,11 +218,11 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
         correction=str(values.get("vllm_importance_sampling_mode")) if corrected else "none",
         correction_low=_number(values, "vllm_importance_sampling_clip_min", None) if corrected else None,
         correction_high=_number(values, "vllm_importance_sampling_clip_max", None) if corrected else None,
-        unknown=_unknown(values), **{name: _number(values, name, getattr(Loss(), name)) for name in _GRPO_OPTIONS},
+        unknown=_unknown(values), **shaped,
     )  # fmt: skip
 
 
-def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
+def _grpo_aggregation(kind: str, values: Mapping[str, float | str]) -> str:
     """Return the aggregation. TRL's token mean covers a generation batch, which may span several optimizer steps."""
     found = _GRPO_AGGREGATIONS[kind]
     accumulated = _number(values, "gradient_accumulation_steps", None)
@@ -226,7 +231,7 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
     return found
 
 
-def _rloo(values: Mapping[str, Any]) -> Loss:
+def _rloo(values: Mapping[str, float | str]) -> Loss:
     """Return the loss that TRL 1.16's RLOOTrainer._compute_loss computes. RLOO's KL term is part of the reward."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
@@ -245,10 +250,10 @@ _NEUTRAL = {
 """Other TRL settings that can change the loss, each with the value at which it has no effect."""
 
 
-def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:
+def _unknown(values: Mapping[str, float | str]) -> tuple[str, ...]:
     return tuple(name for name, neutral in _NEUTRAL.items() if _number(values, name, neutral) != neutral)
 
 
-def _number(values: Mapping[str, Any], name: str, default: Any) -> Any:
+def _number(values: Mapping[str, float | str], name: str, default: Default) -> float | Default:
     value = values.get(name)
     return default if value is None or value == "None" else float(value)

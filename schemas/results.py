@@ -3,9 +3,13 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import NotInstalled
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class Result:
@@ -37,10 +41,10 @@ class Table(Result):
 
     __slots__ = ()
 
-    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         raise NotImplementedError
 
-    def arrow(self) -> Any:
+    def arrow(self) -> pa.Table:
         """Return the rows as a pyarrow.Table. Columns with mixed types become text."""
         import pyarrow as pa
 
@@ -68,11 +72,11 @@ class Table(Result):
 _MOST_SHOWN = 100
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     return "" if value is None else html.escape(f"{value:.6g}" if isinstance(value, float) else str(value))
 
 
-def _array(values: Sequence[Any]) -> Any:
+def _array(values: Sequence[object]) -> pa.Array:
     import pyarrow as pa
 
     try:
@@ -81,7 +85,7 @@ def _array(values: Sequence[Any]) -> Any:
         return pa.array([None if value is None else str(value) for value in values])
 
 
-def _library(name: str, method: str) -> Any:
+def _library(name: str, method: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:

@@ -20,7 +20,9 @@ from shared import rest_slow
 from tim_trace import analysis, cli
 from tim_trace.analysis import views
 from tim_trace.analysis.frameworks import registry
+from tim_trace.analysis.report.contents import Report
 from tim_trace.analysis.rows import Rows
+from tim_trace.replay.results import ReplayedSteps
 from tim_trace.schemas.errors import (
     DamageWarning,
     InvalidOption,
@@ -506,3 +508,18 @@ def without_scores(trace, folder):
     copy = shutil.copytree(trace, folder / "damaged")
     next((copy / "scores").rglob("*.parquet")).unlink()
     return str(copy)
+
+
+def test_the_function_named_by_a_result_renders_this_result():
+    """Type checkers do not follow these names."""
+    files = [file for layer in ("replay", "analysis") for file in (ROOT / layer).rglob("*.py")]
+    kinds = [
+        getattr(import_module(".".join(("tim_trace", *file.relative_to(ROOT).with_suffix("").parts))), name)
+        for file in files
+        for name in re.findall(r"^class (\w+)\([^)]*\b(?:Result|Table)\):", file.read_text(), re.MULTILINE)
+    ]
+    assert {Rows, ReplayedSteps} <= {*kinds}
+    for kind, renderer in [*((kind, vars(kind)["_text"]) for kind in kinds), (Report, Report._page)]:
+        module, _, name = renderer.partition(":")
+        given, *_ = inspect.signature(getattr(import_module(module), name)).parameters.values()
+        assert given.annotation == kind.__name__, renderer

@@ -14,8 +14,8 @@ import numpy as np
 from ...schemas.passes import REFERENCE
 from ..facts import thresholds as t
 from ..facts.relations import explained_by_length, pays_length_otherwise
-from ..facts.rollouts import Rollouts, reward_differences
-from ..facts.two_runs import paired, shared_tokens
+from ..facts.rollouts import Rollouts
+from ..facts.two_runs import row_differences, shared_tokens
 from ..statement import Measured
 from .run_facts import Facts
 
@@ -39,53 +39,49 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
+    """Pairs of one step, [K]."""
+
     a: Rollouts
     b: Rollouts
-    share: float = 1.0
-    """Share of the step's prompts that both runs have. It can be below 1 if the trainer selects prompts by reward."""
-
-    @property
-    def equal_N(self) -> np.ndarray:
-        return np.asarray(self.a.whole == self.b.whole)
+    equal: np.ndarray
+    rewards: np.ndarray
+    advantages: np.ndarray
 
     def apart(self, column: str) -> float:
-        apart = np.abs(getattr(self.a, column) - getattr(self.b, column))[self.equal_N]
+        apart = np.abs(getattr(self.a, column) - getattr(self.b, column))[self.equal]
         known = apart[np.isfinite(apart)]
         return float(known.mean()) if len(known) else 0.0
 
 
 def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
     a, b = facts.rollouts, control.rollouts
-    shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
-    before = 0.0
-    for number, step in enumerate(shared.tolist()):
-        beside = _beside(a, b, step)
-        least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
-        is_shared = len(beside.a.step) >= t.FEWEST_SHARED
+    found = row_differences(a, b)
+    pairs, before, num_exact = found.pairs, 0.0, 0
+    for number, (step, share) in enumerate(zip(found.steps_S.tolist(), found.share_S, strict=True)):
+        rows = slice(*np.searchsorted(found.step_K, [step, step + 1]))
+        beside = _Step(
+            a.ordered(pairs.a[rows]), b.ordered(pairs.b[rows]), pairs.equal[rows], found.rewards_K[rows],
+            found.advantages_K[rows],
+        )  # fmt: skip
+        num_shared, least = len(beside.equal), _ROUNDING if num_exact >= _EXACT else t.WEIGHTS_DIFFER
+        is_shared = share == 1 or num_shared >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
         # Different prompts can explain a difference in sampling, tools or advantages. If the runs share few prompts,
         # different prompts can explain any difference except one in the weights.
-        if beside.share < 1 and (
-            code in ("", SAMPLING, "tool_parts", "advantages_part") or (beside.share < t.MANY_SHARED and code != UPDATE)
+        if share < 1 and (
+            code in ("", SAMPLING, "tool_parts", "advantages_part") or (share < t.MANY_SHARED and code != UPDATE)
         ):
-            code, values = "prompts_part", {"num_sequences": len(b.at_step(step).step), "num_equal": len(beside.a.step)}
+            code, values = "prompts_part", {"num_sequences": len(b.at_step(step).step), "num_equal": num_shared}
         if code:
-            at = int(shared[number - 1]) if code == UPDATE and number else step
+            at = int(found.steps_S[number - 1]) if code == UPDATE and number else step
             return Divergence(code=code, step=at, num_before=number, is_sudden=before < _ROUNDING, values=values)
         before = beside.apart("likelihood")
+        num_exact = num_exact + 1 if max(before, beside.apart("sampled")) < _ROUNDING else 0
     return None
 
 
-def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
-    one, two = (run.at_step(step) for run in (a, b))
-    if np.array_equal(one.prompt, two.prompt):
-        return _Step(one, two)
-    pairs = paired(one, two)
-    return _Step(one.ordered(pairs.a), two.ordered(pairs.b), len(pairs.a) / max(len(one.step), len(two.step)))
-
-
 def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float) -> tuple[str, dict[str, Measured]]:
-    equal = beside.equal_N
+    equal = beside.equal
     sampled, trained = beside.apart("sampled"), beside.apart("likelihood")
     referred = beside.apart("reference")
     tokens = None
@@ -132,12 +128,11 @@ def _apart_at(facts: Facts, step: int) -> float:
 def _of_rewards(
     facts: Facts, control: Facts, beside: _Step, step: int, values: dict[str, Measured]
 ) -> tuple[str, dict[str, Measured]] | None:
-    a, b = beside.a, beside.b
-    differs = reward_differences(a.reward, b.reward, b.reward)[1] | (np.isnan(a.reward) & np.isfinite(b.reward))
+    a, b, differs = beside.a, beside.b, beside.rewards
     if not differs.any():
         return None
     values = values | {"share": float(differs.mean())}
-    if np.isnan(a.reward[differs]).any():
+    if np.isnan((a.reward - b.reward)[differs]).any():
         return "rewards_part", values
     earlier = control.rollouts.until(step - 1)
     last = earlier.at_step(int(earlier.step[-1])).reward if len(earlier.step) else np.empty(0)
@@ -165,8 +160,7 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
     a, b = beside.a, beside.b
     if referred > t.WEIGHTS_DIFFER:
         return "reference_parts", values | {"apart": referred}
-    gap = np.abs(a.advantage - b.advantage)
-    if not (gap > 1e-6 * np.maximum(1.0, np.abs(b.advantage))).any():
+    if not beside.advantages.any():
         return "", {}
     if np.allclose(np.abs(a.advantage), np.abs(b.advantage), equal_nan=True):  # some or all signs are flipped
         return "advantages_part", values

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -27,9 +27,9 @@ _OF_MISMATCH = (
 _LAGS = ("declared_lag", "declared_lag_grows")
 _OLD = ("earlier_weights", "engine_stands_still")
 EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("declared_fresh",), ("mismatch_steady", "check_fails.stale")),
+    (("declared_fresh",), ("check_fails.stale",)),
     (("never_ended",), ("not_sampled_so",)),
-    (("stop_ignored", "responses_capped", "never_ended"), ("advantages_changed.mean", "advantages_changed.burst")),
+    (("stop_ignored", "never_ended"), ("advantages_changed.mean", "advantages_changed.burst")),
     (_LAGS, ("earlier_weights", "engine_moves_on")),
     (_OLD, (*_OF_MISMATCH, "engine_moves_on", "declared_fresh", "returns_to_reference", "not_sampled_so")),
     (("length_pays_since", "length_explains_rewards", "rewards_by_length_part"),
@@ -87,8 +87,9 @@ def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
+    """Return True if both runs begin with the same prompts, in any order."""
     first, second = (
-        run.rollouts.at_step(int(run.rollouts.step[0])).prompt if len(run.rollouts.step) else ()
+        np.sort(run.rollouts.at_step(int(run.rollouts.step[0])).prompt) if len(run.rollouts.step) else ()
         for run in (facts, control)
     )
     return len(first) > 0 and np.array_equal(first, second)
@@ -103,12 +104,19 @@ ALONE, BESIDE = "alone", "beside"
 _LEAST = 0.1
 
 
+class Regression(TypedDict):
+    classes: list[str]
+    intercepts: list[float]
+    coefficients: dict[str, list[float]]
+
+
 @cache
-def _fitted() -> Any:
-    return json.loads((Path(__file__).parent / "model.json").read_text())
+def _fitted() -> dict[str, Regression]:
+    fitted: dict[str, Regression] = json.loads((Path(__file__).parent / "model.json").read_text())
+    return fitted
 
 
-def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
+def judged(facts: Iterable[Fact], situation: str, model: Regression | None = None) -> tuple[Suspect, ...]:
     """Return all suspects, most probable first. `Evidence.points` are log odds relative to the suspects' mean."""
     fitted = _fitted()[situation] if model is None else model
     known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}

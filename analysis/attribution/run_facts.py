@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -44,7 +43,7 @@ class Facts:
     checked: CheckResult | None
     database: Database
     pair: Pair
-    settings: Mapping[str, Any]
+    settings: Mapping[str, float | str]
     notes: tuple[Statement, ...]
     steps_asked: str = ALL_STEPS
     later: Fall | None = None

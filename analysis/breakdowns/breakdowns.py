@@ -55,7 +55,8 @@ class Queries:
 
     def ends(self) -> str:
         return f"""
-            SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
+            SELECT count(*) AS num, quantile_disc(abs(d), 0.999) AS largest,
+                   quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99) AS envelope
             FROM (SELECT d, exp(logprob_b::DOUBLE) AS p FROM pair({self._pair}) WHERE {self._compared})
         """
 
@@ -160,13 +161,13 @@ def read_breakdowns(
     shown += [condition] if (condition := database.step_condition(run)) else []
     asked, told = Queries(pair, read), Queries(pair, shown)
 
-    ((num_tokens, largest, envelope),) = database.ask(asked.ends()).rows
-    if not num_tokens:
+    (ends,) = database.ask(asked.ends()).dicts()
+    if not (num_tokens := ends["num"]):
         return None
-    reach = rounded_up(largest)
+    reach = rounded_up(ends["largest"])
     density = np.zeros((NUM_DIFFERENCES, NUM_PROBABILITIES), np.int64)
-    for x, y, num in database.ask(asked.density(reach)).rows:
-        density[y, x] = num
+    for row in database.ask(asked.density(reach)).dicts():
+        density[row["y"], row["x"]] = row["num_tokens"]
     axes = ["position", "length"]
     if passes_with(database, "entropy", run, of=(*pair, CURRENT), first_use=True):
         axes.append("entropy")
@@ -177,7 +178,7 @@ def read_breakdowns(
     return Breakdowns(
         num_tokens=num_tokens, num_recorded_tokens=recorded,
         how=f"compared {share} recorded tokens: {how}.",
-        d_edges=np.linspace(-reach, reach, NUM_DIFFERENCES + 1), density=density, envelope=envelope,
+        d_edges=np.linspace(-reach, reach, NUM_DIFFERENCES + 1), density=density, envelope=ends["envelope"],
         profiles={axis: Profile(**dict(zip(Profile.__slots__, map(np.array, zip(*rows, strict=True)), strict=True)))
                   for axis, rows in profiles.items()},
         sql=sql,

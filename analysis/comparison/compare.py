@@ -52,10 +52,10 @@ def compare(
 
     - prompts, and responses to identical prompts
     - logprobs, bit for bit, until two responses to one prompt diverge
-    - rewards for identical responses (tolerance 1e-6 times the largest reward)
+    - rewards for identical responses (tolerance 1e-6 times the step's largest reward), also if only one run has one
     - advantages for identical responses in groups with the same rewards in both runs
-    - policy-version lags
-    - every series that `dynamics` reports: the difference between the runs is split at its change points, and begins
+    - policy-version lags, and the learning rate
+    - every other series that `dynamics` reports: the difference between the runs is split at its change points, and begins
       with the first segment whose mean is more than 4.5 standard errors from 0
 
     Sequences are paired within a step in recording order: identical ones first, then by prompt. `pair` names the two
@@ -88,7 +88,7 @@ def compare(
         found += _steps(of_a, of_b)
         if shared:
             rollouts_a, rollouts_b = (read_rollouts(database, names).at(shared) for database in (of_a, of_b))
-            found += sequence_differences(rollouts_a, rollouts_b, shared)
+            found += sequence_differences(rollouts_a, rollouts_b)
             passes = [passes_with(database, "logprobs", first_use=True) for database in (of_a, of_b)]
             names_of_both = sorted(name for name in passes[0] & passes[1] if not name.startswith(REPLAY_PREFIX))
             found += logprob_differences(of_a, of_b, shared, names_of_both)

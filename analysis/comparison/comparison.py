@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...schemas.layout import HYPERPARAMETER
 from ...schemas.passes import REPLAY_PREFIX
@@ -78,7 +77,7 @@ SELECT step, "pass", mode(contract) AS contract FROM scores
 WHERE contract IS NOT NULL AND iteration = 0 GROUP BY step, "pass" ORDER BY step
 """
 
-_Timeline = dict[str, dict[int, Any]]
+_Timeline = dict[str, dict[int, float | str]]
 """Values by name and step. Each value applies until the next listed step."""
 
 
@@ -106,7 +105,7 @@ def _settings(database: Database) -> _Timeline:
     return found
 
 
-def _held(values: Mapping[int, Any], step: int) -> Any:
+def _held(values: Mapping[int, float | str], step: int) -> float | str | None:
     known = [start for start in values if start <= step]
     return values[max(known)] if known else None
 
@@ -121,7 +120,7 @@ def _sampling_differences(a: Database, b: Database, steps: Sequence[int]) -> Ite
                 break
 
 
-def _listed(values: list[Any] | None) -> Measured | None:
+def _listed(values: list[float] | None) -> Measured | None:
     if not values:
         return None
     return values[0] if len(values) == 1 else ", ".join(f"{value:g}" for value in values)

@@ -14,9 +14,9 @@ import numpy as np
 
 from ..facts.changes import FEWEST as FEWEST_CHANGES
 from ..facts.changes import change_points
-from ..facts.rollouts import Rollouts, reward_differences
-from ..facts.series import LINEAR, Series
-from ..facts.two_runs import Pairs, paired, read_prefixes
+from ..facts.rollouts import Rollouts
+from ..facts.series import LINEAR, Series, shared_values
+from ..facts.two_runs import RowDifferences, rates_differ, read_prefixes, row_differences
 from ..statistics.noise import half_square_difference, highest_long_run_variance, tamed
 from ..trace.database import Database
 from ..trace.ragged import array_of
@@ -44,25 +44,22 @@ def series_differences(
         if name not in b:
             continue
         yield from _not_finite(a[name], b[name])
-        one, two = _on_shared_steps(a[name], b[name])
-        unequal = one.values != two.values
+        steps, one, two = shared_values(a[name], b[name])
+        unequal = one != two
         if not unequal.any():
             same.append(name)
             continue
-        first = int(np.argmax(unequal))
-        if name in LAGS:
-            at_first = [float(run.values[first]) for run in (one, two)]
-            yield RunDifference(kind="lag", name=name, step=int(one.steps[first]), a=at_first[0], b=at_first[1])
-        elif (found := _apart(one, two, first)) is not None:
+        differs = rates_differ(one, two) if name == "learning_rate" else unequal & (name in LAGS)
+        if differs.any():
+            first = int(np.argmax(differs))
+            yield RunDifference(
+                kind="lag" if name in LAGS else "series", name=name, step=int(steps[first]), a=float(one[first]),
+                b=float(two[first]), values={} if name in LAGS else {"num_steps": int(differs.sum())},
+            )  # fmt: skip
+        elif (found := _apart(a[name], steps, one, two)) is not None:
             yield found
         else:
             within.append(name)
-
-
-def _on_shared_steps(a: Series, b: Series) -> tuple[Series, Series]:
-    steps = np.intersect1d(a.steps[a.known], b.steps[b.known])
-    one, two = (replace(run, steps=steps, values=run.values[np.searchsorted(run.steps, steps)]) for run in (a, b))
-    return one, two
 
 
 def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
@@ -74,18 +71,19 @@ def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
         yield RunDifference(kind="series", name=a.name, step=step, a=one, b=two, values={"num_steps": len(alone)})
 
 
-def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
-    joint = replace(a, values=np.concatenate([a.values, b.values])).scaled
-    gap_n, steps = (joint[: len(a.steps)] - joint[len(a.steps) :])[first:], a.steps[first:]
-    difference = Series(a.name, steps, gap_n, LINEAR, a.kind)
-    cuts = [int(np.searchsorted(steps, change.step)) for change in change_points(difference)]
-    for low, end in pairwise([0, *cuts, len(steps)]):
+def _apart(series: Series, steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> RunDifference | None:
+    first = int(np.argmax(a != b))
+    joint = replace(series, values=np.concatenate([a, b])).scaled
+    gap_n, since = (joint[: len(a)] - joint[len(a) :])[first:], steps[first:]
+    difference = Series(series.name, since, gap_n, LINEAR, series.kind)
+    cuts = [int(np.searchsorted(since, change.step)) for change in change_points(difference)]
+    for low, end in pairwise([0, *cuts, len(since)]):
         start = low + _onset(gap_n[low:end])
         if end - start >= FEWEST and (size := _beyond(gap_n[start:end], gap_n[low:end])) is not None:
             inside = slice(first + start, first + end)
             return RunDifference(
-                kind="series", name=a.name, step=int(steps[start]), a=float(np.median(a.values[inside])),
-                b=float(np.median(b.values[inside])), size_in_sd=None if math.isinf(size) else size,
+                kind="series", name=series.name, step=int(since[start]), a=float(np.median(a[inside])),
+                b=float(np.median(b[inside])), size_in_sd=None if math.isinf(size) else size,
                 values={"num_steps": end - start},
             )  # fmt: skip
     return None
@@ -120,52 +118,39 @@ def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
     return mean / scatter if scatter > 1e-9 * mean else math.inf
 
 
-def sequence_differences(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
-    pairs = paired(a, b)
-    yield from _prompts(a, b, steps)
-    yield from _responses(a, pairs)
-    one, two = (run.reward[at] for run, at in ((a, pairs.a), (b, pairs.b)))
-    _, differs = reward_differences(one, two, b.reward)
-    yield from _first("rewards", a.step[pairs.a], one, two, pairs.equal & differs, pairs.equal & np.isfinite(one - two))
-    gain_a, gain_b = a.advantage[pairs.a], b.advantage[pairs.b]
-    gap = np.abs(gain_a - gain_b)
-    known = np.isfinite(gap) & _in_equal_groups(a, b, pairs, differs)
-    beyond = gap > 1e-6 * np.maximum(1.0, np.abs(gain_b))
-    yield from _first("advantages", a.step[pairs.a], gain_a, gain_b, known & beyond, known)
+def sequence_differences(a: Rollouts, b: Rollouts) -> Iterator[RunDifference]:
+    found = row_differences(a, b)
+    pairs = found.pairs
+    yield from _prompts(a, b, found)
+    yield from _responses(found)
+    for kind, name, differs_K, fair_K in (
+        ("rewards", "reward", found.rewards_K, pairs.equal),
+        ("advantages", "advantage", found.advantages_K, found.is_alike_K),
+    ):
+        one, two = getattr(a, name)[pairs.a], getattr(b, name)[pairs.b]
+        yield from _first(kind, found.step_K, one, two, differs_K, differs_K | (fair_K & np.isfinite(one - two)))
 
 
-def _prompts(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
-    of_a, of_b = ({step: np.sort(run.at_step(step).prompt) for step in steps} for run in (a, b))
-    others = [step for step in steps if not np.array_equal(of_a[step], of_b[step])]
-    if others:
-        first = others[0]
-        num = [len(np.unique(of_run[first])) for of_run in (of_a, of_b)]
-        values = {"share": len(others) / len(steps), "num_steps": len(others)}
+def _prompts(a: Rollouts, b: Rollouts, found: RowDifferences) -> Iterator[RunDifference]:
+    others = found.steps_S[found.share_S < 1]
+    if len(others):
+        first = int(others[0])
+        of_a, of_b = (np.unique(run.at_step(first).prompt) for run in (a, b))
+        values = {"share": len(others) / len(found.steps_S), "num_steps": len(others)}
         yield RunDifference(
-            kind="prompts", name="", step=first, a=f"{num[0]} prompts", b=f"{num[1]} prompts",
-            values=values | {"num_shared": len(np.intersect1d(of_a[first], of_b[first]))},
+            kind="prompts", name="", step=first, a=f"{len(of_a)} prompts", b=f"{len(of_b)} prompts",
+            values=values | {"num_shared": len(np.intersect1d(of_a, of_b))},
         )  # fmt: skip
 
 
-def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:
-    others = ~pairs.equal
-    if others.any():
-        steps = a.step[pairs.a]
-        first = int(steps[others].min())
-        at_first = steps == first
-        equal = f"{int((pairs.equal & at_first).sum())} of {int(at_first.sum())} equal"
-        values = {"share": float(others.mean()), "num_pairs": len(others)}
-        yield RunDifference(kind="responses", name="", step=first, a=equal, b=equal, values=values)
-
-
-def _in_equal_groups(a: Rollouts, b: Rollouts, pairs: Pairs, differs: np.ndarray) -> np.ndarray:
-    fine = pairs.equal & ~differs
-    inside = np.ones(len(fine), bool)
-    for run, at in ((a, pairs.a), (b, pairs.b)):
-        sound = np.zeros(len(run.step), bool)
-        sound[at[fine]] = True
-        inside &= ~np.isin(run.group[at], run.group[~sound])
-    return inside
+def _responses(found: RowDifferences) -> Iterator[RunDifference]:
+    equal = found.pairs.equal
+    if not equal.all():
+        first = int(found.step_K[~equal].min())
+        at_first = found.step_K == first
+        text = f"{int((equal & at_first).sum())} of {int(at_first.sum())} equal"
+        values = {"share": float((~equal).mean()), "num_pairs": len(equal)}
+        yield RunDifference(kind="responses", name="", step=first, a=text, b=text, values=values)
 
 
 def _first(
@@ -175,7 +160,7 @@ def _first(
         place = int(np.flatnonzero(differs_K)[np.argmin(step_K[differs_K])])
         values = {
             "share": float(differs_K.sum() / known_K.sum()), "num_pairs": int(known_K.sum()),
-            "largest": float(np.abs(a_K - b_K)[differs_K].max()),
+            "largest": float(np.fmax.reduce(np.abs(a_K - b_K)[differs_K])),
         }  # fmt: skip
         yield RunDifference(
             kind=kind, name="", step=int(step_K[place]), a=float(a_K[place]), b=float(b_K[place]), values=values

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..rows import MAIN_COLUMNS, Form, Rows, of_steps, shown, to_text, wrapped
 from ..statement import Measured, sentences
@@ -48,7 +47,7 @@ def notes(found: Comparison) -> tuple[str, ...]:
 
 
 def _clause(one: RunDifference) -> str:
-    values: dict[str, Any] = {"name": one.name, "step": one.step, "a": _value(one.a), "b": _value(one.b)}
+    values = {"name": one.name, "step": one.step, "a": _value(one.a), "b": _value(one.b)}
     size = "" if one.size_in_sd is None else f", a difference of {one.size_in_sd:.3g} standard deviations"
     return FIRST[one.kind].format(**{**one.values, **values, "size": size})
 
@@ -90,7 +89,7 @@ def comparison_rows(found: Comparison) -> Rows:
     )  # fmt: skip
 
 
-def _cut(cell: Any, longest: int) -> Any:
+def _cut(cell: object, longest: int) -> object:
     if isinstance(cell, float):
         return float(f"{cell:.4g}")
     if not isinstance(cell, str) or len(cell) <= longest:

@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -65,11 +65,11 @@ def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[R
         if not name.startswith(REPLAY_PREFIX) or name in pair:
             continue
         query = _SUMS.format(a=quoted(pair[0]), b=quoted(pair[1]), c=quoted(name), unit=unit("s"))
-        rows = database.ask(query).rows
-        num, gap, left = (math.fsum(row[place] for row in rows) for place in range(3))
+        rows = database.ask(query).dicts()
+        num, gap, left = (math.fsum(row[column] for row in rows) for column in ("num", "gap", "left"))
         if num and gap:
-            gap_N, left_N = (np.array([row[place] for row in rows], np.float64) for place in (1, 2))
-            interval = removed_interval(gap_N, left_N, np.array([row[3] for row in rows], np.uint64))
+            gap_N, left_N = (np.array([row[column] for row in rows], np.float64) for column in ("gap", "left"))
+            interval = removed_interval(gap_N, left_N, np.array([row["unit"] for row in rows], np.uint64))
             low, high = ends(interval) or (None, None)
             found.append(ReplayEffect(
                 arm=name.removeprefix(REPLAY_PREFIX), pair=pair, num_tokens=int(num), gap_rms=(gap / num) ** 0.5,
@@ -94,7 +94,7 @@ def _changes(contracts: list[Contract]) -> str | None:
     return arms.pop() if len(arms) == 1 else None
 
 
-def _is_of_engines(contract: Contract, engines: set[Any]) -> bool:
+def _is_of_engines(contract: Contract, engines: set[object]) -> bool:
     arm = set(contract.get("arm") or {})
     return contract.get("engine") in engines and "engine" in arm and arm <= _ENGINE_ALONE
 
@@ -107,13 +107,9 @@ def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interva
 
 
 def diagnose(
-    trace: str | os.PathLike[str] | Database,
-    *,
-    pair: str = "train:rollout",
-    control: str | os.PathLike[str] | Database | None = None,
-    steps: str = ALL_STEPS,
-    progress: Progress = no_progress,
-) -> Diagnosis:
+    trace: str | os.PathLike[str] | Database, *, pair: str = "train:rollout",
+    control: str | os.PathLike[str] | Database | None = None, steps: str = ALL_STEPS, progress: Progress = no_progress,
+) -> Diagnosis:  # fmt: skip
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
     Combines `attribute` (against the baseline `control` if given), `check`, the declared and inferred precision of

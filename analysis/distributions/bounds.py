@@ -67,7 +67,7 @@ class _Box:
 
     def most(self, h: H) -> Array:
         corners = [h(p, q) for p in (self.p_lo, self.p_hi) for q in (self.q_lo, self.q_hi)]
-        return np.maximum.reduce(corners)
+        return np.asarray(np.maximum.reduce(corners))
 
 
 def kl(p: Array, q: Array) -> Array:
@@ -87,7 +87,7 @@ def js(p: Array, q: Array) -> Array:
 
 
 def tv(p: Array, q: Array) -> Array:
-    return np.abs(p - q) / 2
+    return np.asarray(np.abs(p - q) / 2)
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
@@ -149,7 +149,7 @@ def _least_of_the_rest(h: H, a: PartialDistribution, b: PartialDistribution, bot
     no, cap_a, cap_b = np.zeros_like(a.lo_CM), a.cap_C[:, None] + 0 * a.lo_CM, b.cap_C[:, None] + 0 * b.lo_CM
     three = _sum(_Box(a.lo_CM, a.hi_CM, no, cap_b).least(h), only_a)
     three += _sum(_Box(no, cap_a, b.lo_CM, b.hi_CM).least(h), only_b)
-    return np.maximum(one, np.maximum(two, three) + neither)
+    return np.asarray(np.maximum(one, np.maximum(two, three) + neither))
 
 
 def _most_of_the_rest_kl(a: PartialDistribution, b: PartialDistribution, outside: bool) -> Array:
@@ -173,10 +173,9 @@ def _most_on_the_least(a: PartialDistribution, q_CM: Array) -> Array:
     sums = np.concatenate([np.zeros((len(gain), 1)), np.cumsum(gain, axis=1)], axis=1)
     place = filled.astype(np.int64)[:, None]
     left = np.maximum(a.tail_hi_C - filled * a.cap_C, 0.0)
-    return (
-        a.cap_C * np.take_along_axis(sums, place, axis=1)[:, 0] + left * np.take_along_axis(gain, place, axis=1)[:, 0]
-    )
+    whole, rest = (np.take_along_axis(values, place, axis=1)[:, 0] for values in (sums, gain))
+    return np.asarray(a.cap_C * whole + left * rest)
 
 
 def _sum(values: Array, where: Array) -> Array:
-    return np.where(where, values, 0.0).sum(axis=1)
+    return np.asarray(np.where(where, values, 0.0).sum(axis=1))

@@ -7,23 +7,23 @@ Shapes: C tokens in a chunk, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from ...schemas.documents import Contract
 from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing
 from ...tracer.dense import HIDDEN, LOGITS, LOGPROBS, TAIL, TOKEN_IDS
 from ...tracer.dense_group import DenseGroup, open_dense, widen
 from ...tracer.journal import BFLOAT16
 from ...tracer.store import Store
-from ...tracer.weights.checkpoints import open_weights
-from ...tracer.weights.reader import Tensor
+from ...tracer.weights.checkpoints import CheckpointReader, open_weights
+from ...tracer.weights.reader import Tensor, WeightReader
 from ..trace.ragged import ARROW
 from ..trace.source import Source
 from .bounds import compare_partly
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Opened:
     group: DenseGroup
-    contract: dict[str, Any]
+    contract: Contract
     heads: Heads
     place: Place
 
@@ -58,7 +58,7 @@ class _Opened:
         return self.head.weight_VH.shape[0] if HIDDEN in arrays else max(array.width for array in arrays.values())
 
     @property
-    def head(self) -> Any:
+    def head(self) -> Head:
         dtype = self.group.arrays[HIDDEN].dtype
         return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
@@ -74,7 +74,7 @@ class _Opened:
         logits = self.head.logits(arrays[HIDDEN]) if HIDDEN in arrays else arrays[LOGITS]
         return Full(logits.astype(np.float64) / self._temperature())
 
-    def _temperature(self, sampled: Any = None) -> float:
+    def _temperature(self, sampled: float | None = None) -> float:
         return float(self.contract.get("temperature") or sampled or 1.0)
 
 
@@ -99,25 +99,23 @@ class DistributionPairs:
         """
         with self._lock:
             try:
-                return self._compare([column.to_pylist() for column in columns])
+                return self._compare(columns)
             except TimTraceError as error:
                 # Keep only the text, because the traceback would keep the connection alive.
                 self._error = type(error), str(error)
                 raise
 
-    def _compare(self, columns: list[list[Any]]) -> pa.Array:
-        run, count, *sides = columns
+    def _compare(self, columns: Sequence[pa.ChunkedArray]) -> pa.Array:
+        run, count, *sides = (column.to_pylist() for column in columns)
         offsets = np.concatenate([[0], np.cumsum(count)]).astype(np.int32)
-        found: dict[str, Array] = {
+        found: dict[str, np.ma.MaskedArray] = {
             name: np.ma.masked_all(offsets[-1], kind.to_pandas_dtype())  # type: ignore[no-untyped-call]
             for name, kind in TYPES.items()
         }
         pieces: dict[tuple[Place, Place], list[int]] = {}
         for row, name in enumerate(run):
-            pair = tuple(
-                Place(name, side[0][row], *(part[row] for part in side[2:])) for side in (sides[:5], sides[5:])
-            )
-            pieces.setdefault(pair, []).append(row)  # type: ignore[arg-type]
+            a, b = (Place(name, side[0][row], *(part[row] for part in side[2:])) for side in (sides[:5], sides[5:]))
+            pieces.setdefault((a, b), []).append(row)
         for (place_a, place_b), rows in pieces.items():
             rows_a, rows_b, out = (
                 np.concatenate([first[row] + np.arange(count[row]) for row in rows])
@@ -128,8 +126,9 @@ class DistributionPairs:
         return pa.ListArray.from_arrays(pa.array(offsets), pa.StructArray.from_arrays(arrays, list(TYPES)))
 
     def _compare_rows(
-        self, a: _Opened, b: _Opened, rows_a: np.ndarray, rows_b: np.ndarray, out: np.ndarray, found: dict[str, Array]
-    ) -> None:
+        self, a: _Opened, b: _Opened, rows_a: np.ndarray, rows_b: np.ndarray, out: np.ndarray,
+        found: Mapping[str, np.ma.MaskedArray],
+    ) -> None:  # fmt: skip
         order = np.argsort(rows_a, kind="stable")
         size = max(1, CHUNK_BYTES // (8 * (a.width + b.width)))
         for begin in range(0, len(order), size):
@@ -151,11 +150,9 @@ class DistributionPairs:
         return _Opened(group, self._contracts.get((place.run, place.contract), {}), heads, place)
 
     @cached_property
-    def _contracts(self) -> dict[tuple[str, str | None], dict[str, Any]]:
+    def _contracts(self) -> dict[tuple[str, str | None], Contract]:
         return {
-            (run, row["contract"]): json.loads(row["contract_json"])
-            for run, source in self._sources.items()
-            for row in source.passes
+            (run, digest): contract for run, source in self._sources.items() for _, digest, contract in source.contracts
         }
 
 
@@ -197,13 +194,14 @@ class Heads:
 
     def __init__(self, store: Store):
         self.store = store
-        self._held: tuple[Any, Head] | None = None
+        self._held: tuple[tuple[int, int | None, str, str], Head] | None = None
 
     @cached_property
-    def _weights(self) -> Any:
+    def _weights(self) -> WeightReader | CheckpointReader:
+
         return open_weights(self.store)
 
-    def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
+    def head(self, contract: Contract, version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
@@ -219,7 +217,7 @@ class Heads:
             self._held = (key, self._load(described, version, attempt, described["projection_dtype"] or hidden_dtype))
         return self._held[1]
 
-    def _load(self, described: Mapping[str, Any], version: int, attempt: int | None, dtype: str) -> Head:
+    def _load(self, described: Contract, version: int, attempt: int | None, dtype: str) -> Head:
         tensors = self._weights.load(version, attempt)
 
         def values(names: list[str]) -> Array:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from ..rows import Rows
 from ..trace.database import Database
 from ..trace.macros import MacroFile, quoted_pair, sql_file, struct_sql
+from ..trace.ragged import Column
 from ..trace.source import Pair
 from .divergence import DIVERGENCES, MEASURES
 
@@ -23,10 +26,11 @@ def _register(database: Database) -> None:
     made: list[DistributionPairs] = []
 
     def compare(
-        run: Any, count: Any,
-        group_a: Any, start_a: Any, contract_a: Any, version_a: Any, attempt_a: Any,
-        group_b: Any, start_b: Any, contract_b: Any, version_b: Any, attempt_b: Any,
-    ) -> Any:  # fmt: skip
+        run: Column, count: Column,
+        group_a: Column, start_a: Column, contract_a: Column, version_a: Column, attempt_a: Column,
+        group_b: Column, start_b: Column, contract_b: Column, version_b: Column, attempt_b: Column,
+    ) -> pa.Array:  # fmt: skip
+
         if not made:
             from .captured import DistributionPairs  # imported here because it loads NumPy and Zarr
 

@@ -137,10 +137,9 @@ def _places(ids_a: Array, ids_b: Array) -> Array:
 
 def is_broken(side: Full | TopK) -> Array:
     if isinstance(side, Full):
-        return np.isnan(log_softmax(side.logits_CV)).any(axis=1)
-    return (
-        np.isnan(side.logprobs_CK).any(axis=1) | np.isnan(side.tail_C) | np.all(np.isneginf(side.logprobs_CK), axis=1)
-    )
+        return np.asarray(np.isnan(log_softmax(side.logits_CV)).any(axis=1))
+    is_nan_C = np.isnan(side.logprobs_CK).any(axis=1) | np.isnan(side.tail_C)
+    return np.asarray(is_nan_C | np.all(np.isneginf(side.logprobs_CK), axis=1))
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,15 +47,9 @@ class Exported(Result):
 
 
 def export_run(
-    trace: str | os.PathLike[str],
-    *,
-    to: str,
-    output: str | os.PathLike[str],
-    pair: str = "train:rollout",
-    steps: str = ALL_STEPS,
-    force: bool = False,
-    progress: Progress = no_progress,
-) -> Exported:
+    trace: str | os.PathLike[str], *, to: str, output: str | os.PathLike[str], pair: str = "train:rollout",
+    steps: str = ALL_STEPS, force: bool = False, progress: Progress = no_progress,
+) -> Exported:  # fmt: skip
     """Write a run's sequences or per-step metrics in another tool's format.
 
     - `to="parquet"`: `sequences` has one row per sequence, with token ids, mask, rewards, advantages, sampling
@@ -194,7 +187,7 @@ def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
     return num_values
 
 
-def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: Iterable[StepFigures]) -> int:
+def write_wandb(folder: Path, name: str, settings: Mapping[str, float | str], figures: Iterable[StepFigures]) -> int:
     """Write an offline run for `wandb sync` and return the number of values. Raises ImportError if wandb is missing."""
     import wandb
 

@@ -199,14 +199,15 @@ def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return order[:-1][again], order[1:][again]
 
 
-def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def reward_differences(
+    first: np.ndarray, second: np.ndarray, scale: np.ndarray | float
+) -> tuple[np.ndarray, np.ndarray]:
     """Return [N] reward differences (NaN if a reward is missing), and whether each exceeds the rounding error.
 
-    The rounding error is 1e-6 times the largest absolute value in `scale_of`, but at least 1e-6.
+    The rounding error is 1e-6 times the largest absolute reward `scale`, but at least 1e-6.
     """
     difference = first - second
-    scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
-    return difference, np.abs(difference) > 1e-6 * scale
+    return difference, np.abs(difference) > 1e-6 * np.fmax(scale, 1.0)
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -83,7 +82,7 @@ def named(
     return Series(name, steps, np.where(infinite, np.nan, values), scale, kind, source, without_value, logged)
 
 
-def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+def by_step(database: Database, query: str, values: Mapping[str, object] | None = None) -> dict[str, np.ndarray]:
     rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
     steps = np.asarray(rows.pop("step"), np.int64)  # float64 cannot hold all int64 values
     return {"step": steps} | {
@@ -261,10 +260,12 @@ def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:
     return find_fall(replace(outcome, steps=steps, values=float(other.mean()) + (run - other)))
 
 
-def shared_values(outcome: Outcome, baseline: Outcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the steps at which both runs have a value, and the values of each."""
-    steps, of_run, of_baseline = np.intersect1d(outcome.steps, baseline.steps, return_indices=True)
-    return steps, outcome.values[of_run], baseline.values[of_baseline]
+def shared_values(a: Outcome | Series, b: Outcome | Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the steps at which both runs have a finite value, and the values of each."""
+    steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+    of_a, of_b = a.values[at_a], b.values[at_b]
+    known = np.isfinite(of_a) & np.isfinite(of_b)
+    return steps[known], of_a[known], of_b[known]
 
 
 def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:

@@ -1,11 +1,13 @@
-"""Shapes: N sequences in run A, M in run B, K pairs, T tokens."""
+"""Pair the sequences of two runs, and find the pairs that differ. `compare` lists these, `attribute` judges the first.
+
+Shapes: N sequences in run A, M in run B, K pairs, S steps with sequences in both runs, T tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +17,7 @@ from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.ragged import array_of, first, fitted, flat
 from ..trace.table_views import step_condition
+from .rollouts import Rollouts, reward_differences
 
 _ROWS = """
 SELECT step, hash(prompt_ids) AS prompt, hash(prompt_ids, response_ids) AS whole, response_ids{columns}
@@ -32,7 +35,15 @@ class Pairs:
     """[K] True if prompt and response are identical, False if only the prompt is."""
 
 
-def paired(a: Any, b: Any) -> Pairs:
+class Keys(NamedTuple):
+    step: np.ndarray
+    prompt: np.ndarray
+    """[N] hash of each prompt."""
+    whole: np.ndarray
+    """[N] hash of each prompt and response."""
+
+
+def paired(a: Keys | Rollouts, b: Keys | Rollouts) -> Pairs:
     """Pair the sequences of two runs within each step, in recording order.
 
     Identical sequences are paired first, then the remaining sequences with the same prompt.
@@ -66,6 +77,54 @@ def _numbered(kind_N: np.ndarray) -> np.ndarray:
     return number_N
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowDifferences:
+    """Paired sequences of two runs, sorted by step, and those that differ."""
+
+    pairs: Pairs
+    step_K: np.ndarray
+    steps_S: np.ndarray
+    share_S: np.ndarray
+    """Share of the step's prompts that both runs have, 1 if their prompts are identical."""
+    rewards_K: np.ndarray
+    """True if identical responses have different rewards, or if only one of them has a reward. Always False if a run
+    recorded no reward."""
+    is_alike_K: np.ndarray
+    """True if all responses and rewards of the group are identical in both runs."""
+    advantages_K: np.ndarray
+    """True if the group is alike, but the advantages differ."""
+
+
+def row_differences(a: Rollouts, b: Rollouts) -> RowDifferences:
+    pairs, steps_S = paired(a, b), np.intersect1d(a.step, b.step)
+    step_K = a.step[pairs.a]
+    num_S, of_a_S, of_b_S = (
+        np.searchsorted(step, steps_S, "right") - np.searchsorted(step, steps_S) for step in (step_K, a.step, b.step)
+    )
+    one, two = a.reward[pairs.a], b.reward[pairs.b]
+    differs = np.zeros(len(one), bool)
+    if np.isfinite(a.reward).any() and np.isfinite(b.reward).any():
+        of_b, first = np.unique(b.step, return_index=True)
+        largest = np.fmax.reduceat(np.abs(b.reward), first)[np.searchsorted(of_b, step_K)]
+        differs = reward_differences(one, two, largest)[1] | (np.isnan(one) != np.isnan(two))
+    is_alike = np.ones(len(one), bool)
+    for run, at in ((a, pairs.a), (b, pairs.b)):
+        is_same = np.zeros(len(run.step), bool)
+        is_same[at[pairs.equal & ~differs]] = True
+        is_alike &= ~np.isin(run.group[at], run.group[~is_same])
+    one, two = a.advantage[pairs.a], b.advantage[pairs.b]
+    return RowDifferences(
+        pairs=pairs, step_K=step_K, steps_S=steps_S, share_S=num_S / np.maximum(of_a_S, of_b_S),
+        rewards_K=pairs.equal & differs, is_alike_K=is_alike,
+        advantages_K=is_alike & (np.abs(one - two) > 1e-6 * np.maximum(1.0, np.abs(two))),
+    )  # fmt: skip
+
+
+def rates_differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return True where learning rates differ by more than the float32 rounding of a logger."""
+    return np.asarray(np.abs(a - b) > 1e-5 * np.maximum(np.abs(a), np.abs(b)))
+
+
 @dataclass(frozen=True, slots=True)
 class Prefixes:
     """Paired sequences of two runs, up to the first token that differs."""
@@ -88,8 +147,8 @@ class Prefixes:
 
 def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str], columns: str = "") -> Prefixes:
     tables = [_read(database, steps, passes, columns) for database in (a, b)]
-    keys = ({name: array_of(rows[name]) for name in ("step", "prompt", "whole")} for rows in tables)
-    pairs = paired(*(SimpleNamespace(**each) for each in keys))
+    keys_a, keys_b = (Keys(*(array_of(rows[name]) for name in ("step", "prompt", "whole"))) for rows in tables)
+    pairs = paired(keys_a, keys_b)
     one, two = (rows.take(number_array(at, pa.int64())) for rows, at in zip(tables, (pairs.a, pairs.b), strict=True))
     (ids_a, length_a), (ids_b, length_b) = (flat(rows["response_ids"]) for rows in (one, two))
     num_K = np.minimum(length_a, length_b)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ...schemas.errors import InvalidOption
 from ..trace.macros import quoted, quoted_pair
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ..rows import Rows
     from ..trace.database import Database
     from ..trace.source import Pair
+
+Default = TypeVar("Default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +80,17 @@ class Framework:
 
 
 def option_field(
-    default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), at_least: float | None = None
-) -> Any:
+    default: Default, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), at_least: float | None = None
+) -> Default:  # fmt: skip
     metadata = {"help": help, "metavar": metavar or "|".join(choices) or None, "choices": choices, "at_least": at_least}
     return field(default=default, metadata=metadata)
 
 
-def literals(values: Iterable[Any]) -> str:
+def literals(values: Iterable[object]) -> str:
     return ", ".join(literal(value) for value in values)
 
 
-def literal(value: Any) -> str:
+def literal(value: object) -> str:
     if value is None:
         return "NULL"
     if isinstance(value, bool):

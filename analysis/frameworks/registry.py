@@ -16,7 +16,7 @@ from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, NoneType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from ...schemas.errors import InvalidOption, option
 from ...schemas.lazy import check_arguments
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .framework import Framework
 
 
-_CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
+_CASTS: dict[object, str] = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
 """SQL casts for option values. Integers and booleans are left uncast, because DuckDB rejects aggregates over casts."""
 
 
@@ -47,7 +47,7 @@ class _Frameworks(Mapping[str, "type[Framework]"]):
 FRAMEWORKS = _Frameworks()
 
 
-def framework_of(name: str, options: dict[str, Any]) -> Framework:
+def framework_of(name: str, options: Mapping[str, object]) -> Framework:
     """Create a framework from the options that are not None. Options of other frameworks must be None or False."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
@@ -60,7 +60,7 @@ def framework_of(name: str, options: dict[str, Any]) -> Framework:
     return FRAMEWORKS[name](**chosen)
 
 
-def refuse_options(options: dict[str, Any]) -> None:
+def refuse_options(options: Mapping[str, object]) -> None:
     for key, value in options.items():
         if value is not None and value is not False:
             raise InvalidOption(f"needs a framework; {_whose(key)}" if _owners(key) else "no such option", option=key)
@@ -79,8 +79,8 @@ def options_of(name: str) -> tuple[str, ...]:
 class DeclaredOption:
     framework: str
     name: str
-    type: Any
-    default: Any
+    type: object
+    default: object
     help: str
     metavar: str | None
 

@@ -6,8 +6,6 @@ they are bitwise identical for any batching and any number of threads.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 
@@ -16,7 +14,7 @@ from ..statistics.loss import SAFETY_BOUND
 from ..statistics.moments import centred, co_moment
 from ..trace.macros import struct_sql
 from ..trace.pair_sums import KEYS, OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
-from ..trace.ragged import blocks, tokens_of
+from ..trace.ragged import Column, blocks, tokens_of
 
 _SUMS = (
     "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
@@ -63,7 +61,7 @@ def _sums(old_T: np.ndarray, rollout_T: np.ndarray, starts: np.ndarray) -> dict[
     }  # fmt: skip
 
 
-def verl_sums(old: Any, rollout: Any, mask: Any) -> pa.StructArray:
+def verl_sums(old: Column, rollout: Column, mask: Column) -> pa.StructArray:
     tokens = tokens_of({"old": old, "rollout": rollout}, mask=mask)
     tokens = tokens.where(tokens.counted_T)
     num_tokens = tokens.lengths_N

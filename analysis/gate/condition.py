@@ -7,7 +7,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -30,11 +29,8 @@ CERTIFICATE = "certificate"
 the run deviates from the certificate."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+    ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt,
+}  # fmt: skip
 _FORM = re.compile(
     r"\s*(?P<source>[a-z][a-z0-9-]*)\.(?P<size>\|?)(?P<metric>[^\s<>=|]+)(?P=size)\s*(?P<sign>>=|<=|>|<)\s*(?P<bound>\S+)"
     r"(?P<over>\s+any\s+step|\s+last\s+(?P<last>[1-9]\d*)\s+steps?)?\s*"
@@ -157,7 +153,7 @@ class Gated(Table):
     def fails(self) -> bool:
         return any(verdict.fails for verdict in self.verdicts)
 
-    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         rows = table(self.verdicts)
         return rows.columns, rows.rows
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -148,12 +147,12 @@ class Run:
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
         sequences, unit_N = self._scored(database)
-        part_N, without = parts_of(unit_N), list[dict[str, Any]]()
+        part_N, without = parts_of(unit_N), list[Mapping[str, float | None]]()
         num_parts = int(part_N.max()) + 1
         with self._progress("resampling", num_parts) as advance:
             for part in range(num_parts):
                 database.leave_out(sequences.filter(number_array(part_N == part, pa.bool_())))
-                row: dict[str, Any] = {}
+                row: Mapping[str, float | None] = {}
                 with suppress(NothingToCompare):
                     row = next(iter(numbers().dicts()), {})
                 without.append(row)
@@ -268,7 +267,7 @@ def _no_value(metric: str) -> NothingToCompare:
     return NothingToCompare(f"{metric}: the trace has no value for this metric; remove this condition")
 
 
-def _number_of(row: dict[str, Any], metric: str) -> float:
+def _number_of(row: Mapping[str, float | None], metric: str) -> float:
     value = row.get(metric)
     return math.nan if value is None else float(value)
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -188,5 +187,5 @@ def summed(columns: Mapping[str, Array], places: np.ndarray, number: int) -> dic
     return {name: np.bincount(places, of_N, minlength=number).astype(np.float64) for name, of_N in columns.items()}
 
 
-def as_float(value: Any) -> float | None:
+def as_float(value: float | Array) -> float | None:
     return None if np.isnan(value) else float(value)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ...schemas.errors import InvalidOption, InvalidRecord
 from ...schemas.loss import (
@@ -111,25 +109,24 @@ def batch_query(sides: PassRoles, steps: range) -> str:
     )  # fmt: skip
 
 
-LOSSES: Mapping[str, Mapping[str, Any]] = {
-    "ppo_clip": {"kind": PPO, "level": TOKEN},
-    "reinforce": {"kind": REINFORCE, "level": TOKEN},
-    "gspo": {"kind": PPO, "level": SEQUENCE_MEAN, "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
-    "rloo": {"kind": PPO, "level": SEQUENCE_SUM, "aggregation": "sequence"},
-    "cispo": {"kind": CISPO, "level": TOKEN, "clip_high": 5.0},
-    "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
-    "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
+LOSSES = {
+    "ppo_clip": Loss(kind=PPO, level=TOKEN),
+    "reinforce": Loss(kind=REINFORCE, level=TOKEN),
+    "gspo": Loss(kind=PPO, level=SEQUENCE_MEAN, aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),
+    "rloo": Loss(kind=PPO, level=SEQUENCE_SUM, aggregation="sequence"),
+    "cispo": Loss(kind=CISPO, level=TOKEN, clip_high=5.0),
+    "sapo": Loss(kind=SAPO, level=TOKEN, aggregation="sequence_mean"),
+    "vespo": Loss(kind=VESPO, level=SEQUENCE_SUM),
 }
-"""Default values of the Loss fields for each loss. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's
-bound is TRL's recommendation, after arXiv 2510.13786."""
-_KEPT = ("denominator", "correction", "correction_low", "correction_high")
+"""Default fields of each loss. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's bound is TRL's
+recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
     """Return the loss, and statements that say where its settings come from (see sentences.loss_basis).
 
     `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. Other fields keep their
-    recorded values. If the recorded loss has another kind or level, only the fields in _KEPT keep their values. If no
+    recorded values. If the recorded loss has another kind or level, only its denominator and correction are kept. If no
     loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
     """
     loss, basis = _recorded(database)
@@ -140,8 +137,11 @@ def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[State
         if name not in LOSSES:
             raise InvalidOption(f"got {name!r}; use one of {', '.join(LOSSES)}, or FIELD=VALUE", option="loss")
         known = LOSSES[name]
-        if not is_recorded or any(getattr(loss, key) != known[key] for key in ("kind", "level")):
-            loss = Loss(**{field: getattr(loss, field) for field in _KEPT}, **known)
+        if not is_recorded or (loss.kind, loss.level) != (known.kind, known.level):
+            loss = replace(
+                known, denominator=loss.denominator, correction=loss.correction, correction_low=loss.correction_low,
+                correction_high=loss.correction_high,
+            )  # fmt: skip
         basis = Statement(code="asked")
     if not changed:
         return loss, (basis,)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -188,7 +187,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     )  # fmt: skip
 
 
-def _concatenated(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+def _concatenated(parts: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts])
 
 

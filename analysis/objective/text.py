@@ -30,9 +30,9 @@ def worst_steps(found: Objective) -> Rows:
     """Return one row for each of the NUM_WORST updates with the largest bias (or mismatch, if the bias is unknown)."""
     if not found.steps.rows:
         return found.steps
-    place = found.steps.columns.index(_worst_by(found))
-    worst = sorted(found.steps.rows, key=lambda row: -abs(row[place] or 0.0))
-    return Rows(found.steps.columns, worst[:NUM_WORST])
+    column = _worst_by(found)
+    worst = sorted(found.steps.dicts(), key=lambda row: -abs(row[column] or 0.0))
+    return Rows(found.steps.columns, [tuple(row.values()) for row in worst[:NUM_WORST]])
 
 
 def _worst_by(found: Objective) -> str:

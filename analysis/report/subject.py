@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from ...schemas.documents import Contract
 from ...schemas.errors import NothingToCompare, TimTraceError
 from ...schemas.passes import REPLAY_PREFIX
 from ...tracer.progress import Advance
@@ -64,8 +65,8 @@ class Subject:
     """Replay name -> mismatch series between the replay and pass b."""
     spread: Breakdowns | None
     excerpts: TokenSamples
-    contracts: tuple[Mapping[str, Any], ...]
-    settings: Mapping[str, Any]
+    contracts: tuple[Contract, ...]
+    settings: Mapping[str, float | str]
     evaluation: Series | None
     unanswered: Mapping[str, str]
 

@@ -6,11 +6,10 @@ Shapes: N sequences, each with at least one finite token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Totals = Mapping[str, Array]
 
 _ADDABLE = (

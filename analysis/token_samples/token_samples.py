@@ -70,7 +70,7 @@ def _sample(
     first = _first(d_R, most)
     shown = slice(first, first + most)
 
-    def cut(values: Any) -> np.ndarray | None:
+    def cut(values: pa.Array | None) -> np.ndarray | None:
         return None if values is None else _side(values, len(ids_R))[0][shown].copy()
 
     ids = ids_R[shown].astype(np.int32)
@@ -96,7 +96,7 @@ def _first(d_R: np.ndarray, most: int) -> int:
     return int(np.clip(np.nanargmax(np.abs(d_R)) - most // 2, 0, len(d_R) - most))
 
 
-def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _side(values: pa.Array | None, length: int) -> tuple[np.ndarray, np.ndarray]:
     state = np.full(length, NOT_RECORDED, np.int8)
     if values is None:
         return np.full(length, np.nan, np.float32), state
@@ -105,17 +105,17 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
     return out, state
 
 
-def _mask(values: Any, length: int) -> np.ndarray:
+def _mask(values: pa.Array | None, length: int) -> np.ndarray:
     return _of_length(values.fill_null(False), length, False) if values else np.ones(length, bool)
 
 
-def _of_length(values: Any, length: int, missing: Any) -> np.ndarray:
+def _of_length(values: pa.Array, length: int, missing: float | np.float32) -> np.ndarray:
     out = np.full(length, missing)
     out[: len(values)] = array_of(values)[:length]
     return out
 
 
-def _prompt(values: Any, text: TokenText) -> tuple[tuple[int, str], ...]:
+def _prompt(values: pa.Array | None, text: TokenText) -> tuple[tuple[int, str], ...]:
     if values is None:
         return ()
     ids = values[max(len(values) - PROMPT_TOKENS, 0) :].to_pylist()

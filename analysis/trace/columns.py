@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...schemas.documents import WriterState
 from ...schemas.errors import InvalidOption, option, tell_samples
@@ -61,7 +61,7 @@ def _has(
     return bool(database.connection.execute(query).fetchall())
 
 
-def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
+def flat_contract(contract: object, path: str = "") -> dict[str, str]:
     """Flatten a contract into a dict that maps dotted paths, e.g. `model.attention`, to text values. Lists are not
     split."""
     if isinstance(contract, dict) and contract:
@@ -72,11 +72,11 @@ def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
     return {path: field_text(contract)} if path else {}
 
 
-def field_text(value: Any) -> str:
+def field_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
+def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, float | str]:
     """Return each hyperparameter's last value in one run, or in all runs. The prefix
     `hyperparameter/` is removed from the names."""
     query = """

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from ...schemas.errors import StorageError, TimTraceError
@@ -32,7 +33,7 @@ def num_threads() -> int:
 
 BATCH_ROWS = 1024
 
-Parameters = Sequence[Any] | Mapping[str, Any] | None
+Parameters = Sequence[object] | Mapping[str, object] | None
 
 NOT_OF_FILES = (
     duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
@@ -63,10 +64,9 @@ class Connection:
         self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
         _open.add(raw)
 
-    def execute(self, query: Any, parameters: Parameters = None) -> Result:
-        if isinstance(query, str):
-            self.define_named(words_of(query))
-            self.choose_files(query, parameters)
+    def execute(self, query: str, parameters: Parameters = None) -> Result:
+        self.define_named(words_of(query))
+        self.choose_files(query, parameters)
         with self.explained():
             return Result(self.raw.execute(query, parameters), self)
 
@@ -138,18 +138,23 @@ def _close_all() -> None:
 
 
 class Result:
-    def __init__(self, raw: Any, connection: Connection, choose_again: Callable[[], None] = _nothing):
+    def __init__(
+        self, raw: duckdb.DuckDBPyConnection | duckdb.DuckDBPyRelation, connection: Connection,
+        choose_again: Callable[[], None] = _nothing,
+    ):  # fmt: skip
         self._raw, self._connection, self._choose_again = raw, connection, choose_again
 
     @property
-    def description(self) -> Any:
-        return self._raw.description
+    def columns(self) -> tuple[str, ...]:
+        return tuple(column[0] for column in self._raw.description)
 
     def fetchall(self) -> list[tuple[Any, ...]]:
-        return cast("list[tuple[Any, ...]]", self._fetched("fetchall"))
+        rows: list[tuple[Any, ...]] = self._fetched("fetchall")
+        return rows
 
-    def fetchnumpy(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", self._fetched("fetchnumpy"))
+    def fetchnumpy(self) -> dict[str, np.ndarray]:
+        columns: dict[str, np.ndarray] = self._fetched("fetchnumpy")
+        return columns
 
     def to_arrow_table(self) -> pa.Table:
         return self._fetched("to_arrow_table")
@@ -157,14 +162,14 @@ class Result:
     def to_arrow_reader(self, batch_size: int) -> Batches:
         return Batches(self._fetched("to_arrow_reader", batch_size), self._connection)
 
-    def _fetched(self, method: str, *arguments: Any) -> Any:
+    def _fetched(self, method: str, *arguments: int) -> Any:
         with self._connection.explained():
             self._choose_again()
             return getattr(self._raw, method)(*arguments)
 
 
 class Batches:
-    def __init__(self, raw: Any, connection: Connection):
+    def __init__(self, raw: pa.RecordBatchReader, connection: Connection):
         self._raw, self._connection = raw, connection
         self.schema: pa.Schema = raw.schema
 

@@ -55,7 +55,7 @@ class Database:
         self.steps = steps
         self.kept_steps: dict[str, list[int]] = {}
         """Steps in the views, by run. Empty if the views contain all steps."""
-        self.memory: dict[Any, Any] = {}
+        self.memory: dict[object, Any] = {}  # results of any `cached` function
         self.progress: Progress = no_progress
         self.ray = ray
         self.connection.register_filesystem(self.files)
@@ -177,7 +177,7 @@ class Database:
         # Use a single thread, so that numbers are added in a fixed order.
         self.connection.execute("SET threads = 1")
         cursor = self.connection.execute(query)
-        return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
+        return Rows(cursor.columns, cursor.fetchall())
 
     def damage(self, error: Exception) -> TimTraceError | None:
         if self.files.error is not None:

@@ -188,13 +188,13 @@ def _steps_of(condition: str) -> Steps:
     return first, last
 
 
-def _scans(plan: Any) -> Iterator[_Scan]:
-    for node in plan if isinstance(plan, list) else [plan]:
+def _scans(plan: list[dict[str, Any]]) -> Iterator[_Scan]:
+    for node in plan:
         if node["name"].strip() == "READ_PARQUET":
             told = node.get("extra_info", {})
             yield _Scan(_several(told.get("Projections")), _several(told.get("Filters")))
         yield from _scans(node.get("children", []))
 
 
-def _several(told: Any) -> list[str]:
+def _several(told: str | list[str] | None) -> list[str]:
     return [text for text in ([told] if isinstance(told, str) else told or []) if text]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -22,7 +21,7 @@ from ...schemas.sums import SEQUENCE_SUMS
 from ..statistics.estimators import Array
 from ..statistics.moments import Centred, centred, co_moment, repeated
 from .connection import Connection
-from .ragged import Tokens, array_of, blocks, tokens_of
+from .ragged import Column, Tokens, array_of, blocks, tokens_of
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 
@@ -216,7 +215,7 @@ def expm1_minus(x: Array, growth: Array) -> Array:
     return found
 
 
-def _of_lists(a: Any, b: Any, mask: Any) -> pa.StructArray:
+def _of_lists(a: Column, b: Column, mask: Column) -> pa.StructArray:
     tokens = finite(tokens_of({"a": a, "b": b}, mask=mask))
     return pa.StructArray.from_arrays(_arrays(tokens), list(_COLUMNS))
 

@@ -6,8 +6,8 @@ Shapes: T tokens from several sequences, concatenated, N sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,8 @@ from ..statistics.estimators import Array
 
 _BLOCK_TOKENS = 1 << 16
 """Number of tokens to process at once. It is small enough for their arrays to fit in a core's cache."""
+
+Column: TypeAlias = pa.Array | pa.ChunkedArray
 
 Block = tuple[slice, slice, np.ndarray]
 """Range of sequences, range of tokens, and each sequence's first token, counted from the start of that token range."""
@@ -47,27 +49,30 @@ class Tokens:
             return values_T[tokens] if values_T.dtype == bool else values_T[tokens].astype(np.float64)
 
         advantage_N = None if self.advantage_N is None else self.advantage_N[sequences]
-        return self._mapped(part, lengths_N=self.lengths_N[sequences], advantage_N=advantage_N)
+        return self._mapped(part, self.lengths_N[sequences], advantage_N)
 
     def where(self, kept_T: np.ndarray | None) -> Tokens:
         if kept_T is None or kept_T.all():
             return self
         lengths_N = np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N))
-        return self._mapped(lambda values_T: values_T[kept_T], lengths_N=lengths_N)
+        return self._mapped(lambda values_T: values_T[kept_T], lengths_N, self.advantage_N)
 
-    def _mapped(self, part: Callable[[np.ndarray], np.ndarray], **of_sequences: Any) -> Tokens:
-        return replace(
-            self,
+    def _mapped(
+        self, part: Callable[[np.ndarray], np.ndarray], lengths_N: np.ndarray, advantage_N: Array | None
+    ) -> Tokens:
+        return Tokens(
             logprobs={name: part(values_T) for name, values_T in self.logprobs.items()},
+            lengths_N=lengths_N,
             counted_T=None if self.counted_T is None else part(self.counted_T),
+            advantage_N=advantage_N,
             advantage_T=None if self.advantage_T is None else part(self.advantage_T),
-            **of_sequences,
         )
 
 
 def tokens_of(
-    logprobs: Mapping[str, Any], *, mask: Any = None, advantage: Any = None, advantages: Any = None
-) -> Tokens:
+    logprobs: Mapping[str, Column], *, mask: Column | None = None, advantage: Column | None = None,
+    advantages: Column | None = None,
+) -> Tokens:  # fmt: skip
     """Flatten Arrow lists of per-token values. Each sequence is cut to the length of its shortest pass. With an empty
     `mask` list, every token counts. `advantages` override `advantage`."""
     needed = {name: flat(lists) for name, lists in logprobs.items()}
@@ -99,12 +104,12 @@ def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
         begin = last
 
 
-def flat(lists: Any) -> tuple[Any, np.ndarray]:
+def flat(lists: Column) -> tuple[pa.Array, np.ndarray]:
     whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
     return whole.flatten(), np.diff(array_of(whole.offsets)).astype(np.int64)
 
 
-def array_of(values: Any) -> np.ndarray:
+def array_of(values: Column) -> np.ndarray:
     """Convert Arrow values to NumPy, and NULL to NaN. `to_numpy` would spend 0.3 s importing pandas."""
     whole = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if pa.types.is_boolean(whole.type):
@@ -125,7 +130,7 @@ def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
     return np.asarray(position < np.repeat(kept_N, lengths_N))
 
 
-def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
+def counted(mask: Column, lengths_N: np.ndarray) -> np.ndarray | None:
     """Return a mask that is True for tokens in the loss, [T], or None if all tokens are in the loss."""
     values, known_N = flat(mask)
     if not len(values):
@@ -137,7 +142,7 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
     return counted_T
 
 
-def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
+def fitted(lists: Column, lengths_N: np.ndarray) -> Array:
     values, own_N = flat(lists)
     found = array_of(values)
     if np.array_equal(own_N, lengths_N):
@@ -148,7 +153,7 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
     return fitted_T
 
 
-def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
+def _by_token(advantages: Column, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
     values, own_N = flat(advantages)
     if not len(values):
         return None

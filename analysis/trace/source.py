@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -53,17 +52,13 @@ class Source(Snapshot):
         return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.files[table]]
 
     @property
-    def passes(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "run": self.run,
-                "pass": name,
-                "contract": digest,
-                "contract_json": json.dumps(contract, sort_keys=True),
-            }
-            | {key: None if contract.get(key) is None else str(contract[key]) for key in ("engine", "device")}
-            for name, digest, contract in self.contracts
-        ]
+    def passes(self) -> list[dict[str, str | None]]:
+        rows: list[dict[str, str | None]] = []
+        for name, digest, contract in self.contracts:
+            text = json.dumps(contract, sort_keys=True)
+            rows.append({"run": self.run, "pass": name, "contract": digest, "contract_json": text})
+            rows[-1] |= {key: None if contract.get(key) is None else str(contract[key]) for key in ("engine", "device")}
+        return rows
 
 
 def run_folder(run: str) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -28,7 +27,7 @@ from .table_views import TableViews, define_view, no_rows, rows_of
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
 
-SUMS_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
+_DICTIONARIES = ["pass_a", "pass_b"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,8 @@ class SumTables:
         path = self._folder / run_folder(source.run) / f"{spec.name}-{uuid.uuid4().hex}.parquet"
         path.parent.mkdir(exist_ok=True)
         schema = sums_schema(source, pair, spec)
-        with checked_writer(path, f"{SUMS}/{spec.name}", schema, **SUMS_OPTIONS) as writer:
+        identity = f"{SUMS}/{spec.name}"
+        with checked_writer(path, identity, schema, compression="zstd", use_dictionary=_DICTIONARIES) as writer:
             yield lambda rows: writer.write(rows.cast(schema))
         assert writer.sealed.footer is not None
         relative = sums_file(spec.name, writer.sealed.footer)
@@ -176,9 +176,9 @@ class SumTables:
 
 def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
     schema = sums_schema(source, pair, spec)
-    folder = Path(source.store.root)
+    folder, identity, parts = Path(source.store.root), f"{SUMS}/{spec.name}", [rows.cast(schema)]
     with unnamed_file(folder, SUMS) as temporary:
-        written = write_checked(temporary, f"{SUMS}/{spec.name}", schema, [rows.cast(schema)], **SUMS_OPTIONS)
+        written = write_checked(temporary, identity, schema, parts, compression="zstd", use_dictionary=_DICTIONARIES)
         assert written.footer is not None
         temporary.rename(folder / sums_file(spec.name, written.footer))
     _remove_outdated(source, pair, spec.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +38,8 @@ EXACT_TOKENS = 32 << 20
 """Runs with up to this many tokens get exact quantiles by default, because their |d| fits in memory."""
 
 
-Quantiles = tuple[Any, ...]
+Quantiles = tuple[str | float | None, ...]
+"""A run, and its columns in STEP_QUANTILES or RUN_QUANTILES."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +253,7 @@ def _histogram_of(database: Database, pair: Pair, run: str) -> Histogram:
 
 
 def _put_run_quantiles(database: Database, pair: Pair, rows: Sequence[Quantiles]) -> None:
-    where = f"pass_a = ? AND pass_b = ? AND run IN {_listed(run for run, *_ in rows)}"
+    where = f"pass_a = ? AND pass_b = ? AND run IN {_listed(str(run) for run, *_ in rows)}"
     database.connection.execute(f"DELETE FROM computed_{RUN_QUANTILES.name} WHERE {where}", [*pair])
     _put(database, RUN_QUANTILES, pair, [row for row in rows if row[1]])
 

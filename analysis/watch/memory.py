@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ...schemas.layout import METRICS, SCORES, SEQUENCES
-from ...schemas.loss import read_loss
+from ...schemas.loss import Loss, read_loss
 from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.tables import TABLES
 from ...tracer.snapshot import TableFile
@@ -145,7 +144,7 @@ class Memory:
         self._pair = pair
         self._read: dict[int, Extent] = {}
         self._given: Given = frozenset()
-        self._basis: Any = None
+        self._basis: tuple[Given, Loss | None, bool] | None = None
         self._num_metrics = -1
         self._logged: list[Series] = []
         self._averages: dict[str, Figure] = {}

@@ -3,9 +3,9 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -63,7 +63,7 @@ def drawn_text(drawn: RenderableType, width: int | None = None) -> str:
 
 
 @contextmanager
-def _handled(numbers: tuple[signal.Signals, ...], handler: Any) -> Iterator[None]:
+def _handled(numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -77,11 +76,11 @@ class WatchedView:
                 yield Text()
             yield section
 
-    def _text(self, text: str, style: str = "", **options: Any) -> Text:
+    def _text(self, text: str, style: str = "", *, no_wrap: bool = False, overflow: OverflowMethod = "fold") -> Text:
         text = printable(text)
         if not self._can(text):
             text = text.encode("ascii", "backslashreplace").decode()
-        return Text(text, style, **{"overflow": "fold", **options})
+        return Text(text, style, no_wrap=no_wrap, overflow=overflow)
 
     def _can(self, characters: str) -> bool:
         try:

@@ -150,7 +150,7 @@ class _StepTaker:
         return self._scorers[update.contract]
 
 
-def loss_of(run: RecordedRun, settings: dict[str, object], text: str | None) -> Loss:
+def loss_of(run: RecordedRun, settings: dict[str, float | str], text: str | None) -> Loss:
     recorded = read_loss(settings)
     if text is not None:
         parsed = parse_loss(text, recorded)

@@ -12,6 +12,7 @@ from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.divergence import first_divergence
 from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.text import verdict_sentence
+from tim_trace.analysis.comparison.compare import compare
 from tim_trace.analysis.facts.relations import relation
 from tim_trace.analysis.facts.rollouts import Rollouts
 from tim_trace.analysis.facts.two_runs import SharedTokens, shared_tokens
@@ -243,6 +244,22 @@ CHANGES = {
 }
 
 
+KINDS_OF_CODES = {
+    "prompts_part": ("prompts", ""), "responses_cut_off": ("responses", ""), "sampling_parts": ("responses", ""),
+    "tool_parts": ("responses", ""), "engine_parts": ("logprobs", "rollout"), "scoring_parts": ("logprobs", "train"),
+    "rewards_part": ("rewards", ""), "rewards_permuted_part": ("rewards", ""),
+    "rewards_by_length_part": ("rewards", ""), "rewards_of_last_step_part": ("rewards", ""),
+    "reference_parts": ("logprobs", "reference"), "advantages_part": ("advantages", ""),
+    "advantages_permuted_part": ("advantages", ""), "learning_rate": ("series", "learning_rate"),
+}  # fmt: skip
+"""Code of a difference in `attribute` -> kind and name of the same quantity in `compare`."""
+
+
+def first_steps(found):
+    """Return the first step of each quantity that differs by `compare`."""
+    return {(one.kind, one.name): one.step for one in found.differences}
+
+
 @pytest.fixture(scope="module")
 def control(tmp_path_factory):
     """Open already, so that what is read of it is read once."""
@@ -259,11 +276,13 @@ def first_difference(found):
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_is_changed_in_a_run_is_its_first_difference(tmp_path, control, change):
     code, suspects = CHANGES[change]
-    found = attribute(record(tmp_path / "run", change), control=control)
+    run = record(tmp_path / "run", change)
+    found = attribute(run, control=control)
     told = first_difference(found)
     assert told[:2] == (code, CHANGED)
     assert told[2] <= suspects
     assert found.difference_codes[0].values.get("num_sequences", ROWS) == ROWS
+    assert first_steps(compare(run, control))[KINDS_OF_CODES[code]] == CHANGED
 
 
 def test_a_trainer_that_rounds_a_batch_of_another_shape_did_not_update_otherwise(tmp_path):
@@ -367,8 +386,7 @@ def test_runs_that_rounding_drives_apart_have_no_decisive_difference(tmp_path, c
 
 def test_a_run_beside_a_control_that_recorded_its_rows_in_another_order_does_not_differ(tmp_path, control):
     def reverse(columns):
-        for name in ("prompts", "ids", "mask", "group", "rewards", "advantages", "rollout", "train", "reference"):
-            setattr(columns, name, getattr(columns, name)[::-1])
+        reorder(columns, [*range(ROWS)][::-1])
 
     found = attribute(record(tmp_path / "run", reverse), control=control)
     assert not [each for each in found.difference_codes if each.code.endswith(("_part", "_parts", "_cut_off"))]
@@ -386,6 +404,134 @@ def test_what_differs_first_would_be_the_cause_of_a_fall_that_nobody_sees(tmp_pa
 def test_a_run_beside_itself_differs_in_nothing(control):
     with pytest.warns(TimTraceWarning, match="is compared with itself"):
         assert attribute(control, control=control).difference_codes == ()
+
+
+# --- compare and attribute name the same first differences ------------------------------------------------------------
+
+
+def first_differences(run, control):
+    """Return the first step of each quantity that differs, by `attribute` and by `compare`."""
+    by_attribute = {
+        KINDS_OF_CODES[one.code]: one.values["step"]
+        for one in attribute(run, control=control).difference_codes
+        if one.code in KINDS_OF_CODES
+    }
+    return by_attribute, first_steps(compare(run, control))
+
+
+def reorder(columns, order):
+    for name in ("prompts", "ids", "mask", "group", "advantages", "rollout", "train", "reference"):
+        setattr(columns, name, [getattr(columns, name)[row] for row in order])
+    columns.rewards = columns.rewards[order]
+
+
+def swaps_two_of_a_group(columns):
+    reorder(columns, [1, 0, *range(2, ROWS)])
+
+
+def swaps_groups(columns):
+    reorder(columns, [*range(GROUP, ROWS), *range(GROUP)])
+
+
+def later_on(change, step=CHANGED + 3):
+    def changed(columns):
+        if columns.step >= step:
+            change(columns)
+
+    return changed
+
+
+def earlier_only(change, step=CHANGED + 3):
+    def changed(columns):
+        if columns.step < step:
+            change(columns)
+
+    return changed
+
+
+def rounds_the_engine_s_logprobs(columns):
+    if columns.step >= 3:
+        columns.rollout = [one - 5e-8 for one in columns.rollout]
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantity", "step"),
+    [
+        ((swaps_two_of_a_group,), None, None),
+        ((swaps_two_of_a_group, later_on(flips_rewards)), ("rewards", ""), CHANGED + 3),
+        ((swaps_two_of_a_group, later_on(inverts_advantages)), ("advantages", ""), CHANGED + 3),
+        ((loses_rewards,), ("rewards", ""), CHANGED),
+        ((earlier_only(loses_rewards), later_on(flips_rewards)), ("rewards", ""), CHANGED),
+    ],
+)  # fmt: skip
+def test_compare_and_attribute_name_the_same_first_difference(tmp_path, control, changes, quantity, step):
+    by_attribute, by_compare = first_differences(record(tmp_path / "run", *changes), control)
+    assert by_attribute == ({} if quantity is None else {quantity: step})
+    assert by_compare.get(quantity) == step
+
+
+def test_a_run_recorded_in_another_order_from_the_first_step_shares_its_baseline_s_prompts(tmp_path, control):
+    def changed(columns):
+        swaps_groups(columns)
+        if columns.step >= CHANGED:
+            flips_rewards(columns)
+
+    run = record(tmp_path / "run", changed, since=1)
+    assert attribute(run, control=control).is_intervention
+    assert [found.get(("rewards", "")) for found in first_differences(run, control)] == [CHANGED, CHANGED]
+
+
+def test_an_engine_that_rounds_otherwise_does_not_differ_before_it_does(tmp_path, control):
+    run = record(tmp_path / "run", rounds_the_engine_s_logprobs, later_on(engine_is_another, CHANGED), since=1)
+    assert first_difference(attribute(run, control=control))[:2] == ("engine_parts", CHANGED)
+
+
+def test_a_large_reward_of_a_later_step_hides_no_earlier_difference(tmp_path):
+    def grows(columns):
+        if columns.step > CHANGED + 2:
+            columns.rewards = columns.rewards * 1e7
+
+    def differs(columns):
+        grows(columns)
+        if columns.step >= CHANGED:
+            columns.rewards = columns.rewards + np.where(np.arange(ROWS) == 5, 0.5, 0)
+
+    control = record(tmp_path / "control", grows, since=1)
+    found = first_differences(record(tmp_path / "run", differs, since=1), control)
+    assert [each.get(("rewards", "")) for each in found] == [CHANGED, CHANGED]
+
+
+def test_rewards_that_one_run_did_not_record_are_no_difference(tmp_path, control, without_rewards_recorded):
+    for pair in ((without_rewards_recorded, control), (control, without_rewards_recorded)):
+        assert [found.get(("rewards", "")) for found in first_differences(*pair)] == [None, None]
+
+
+def with_rates(path, rate, first=1):
+    """Record a run whose learning rate is a function of the step."""
+    with Recorder(path) as recorder:
+        for step in range(first, 31):
+            record_step(recorder, columns_of(step))
+            recorder.add_metrics(step, {"learning_rate": rate(step)})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rate", "of_control", "step"),
+    [
+        (lambda step: 1e-6 * (1 - step / 40), lambda step: 1e-6, 1),
+        (lambda step: min(step, 10) * 1e-7, lambda step: min(step, 20) * 1e-7, 11),
+        (lambda step: 2e-6 if step == 9 else 1e-6, lambda step: 1e-6, 9),
+        (lambda step: 1e-6 if step < 9 else 2e-6, lambda step: 1e-6, 9),
+    ],
+)
+def test_learning_rates_differ_from_the_first_step_at_which_they_do(tmp_path, rate, of_control, step):
+    run, control = with_rates(tmp_path / "run", rate), with_rates(tmp_path / "control", of_control)
+    assert [found.get(("series", "learning_rate")) for found in first_differences(run, control)] == [step, step]
+
+
+def test_learning_rates_of_a_baseline_that_starts_later_are_compared_step_by_step(tmp_path):
+    run, control = (with_rates(tmp_path / str(first), lambda step: 1e-6 * step, first) for first in (1, 3))
+    assert [found.get(("series", "learning_rate")) for found in first_differences(run, control)] == [None, None]
 
 
 # --- the bounds, just under and just over -----------------------------------------------------------------------------
@@ -450,6 +596,11 @@ def test_four_sequences_of_shared_prompts_tell_whether_weights_are_the_same(num_
     other = np.where(np.arange(10) < num_shared, 1000, 5000) + np.arange(10)
     run = run_of(rows(prompt=other, whole=other, likelihood=moved(0.1), sampled=moved(0.1)))
     assert first_code(run, run_of(rows())) == code
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_steps_of_few_sequences_are_compared_if_their_prompts_are_identical(n):
+    assert first_code(run_of(rows(n=n, reward=rows(n=n).reward + 1)), run_of(rows(n=n))) == "rewards_part"
 
 
 def asking_other_prompts(num_shared, **columns):

@@ -522,14 +522,3 @@ def test_a_brief_is_no_json(trace):
     done = tim_trace("attribute", trace, "--brief", "--json")
     assert done.code == 2
     assert "--json and --brief cannot be combined" in done.stderr
-
-
-@pytest.mark.parametrize(("reference", "is_told"), [(from_at(0.1, 4.0), True), (lambda step: 0.1 + step / 25, False)])
-def test_a_reference_that_suddenly_is_unrelated_to_the_trainer_is_told(tmp_path, reference, is_told):
-    found = attribute(record(tmp_path / "run", Plan(reference=reference)))
-    told = [one for one in found.facts if one.code == "reference_unrelated" and one.level > 0.3]
-    assert bool(told) == is_told
-    if is_told:
-        assert abs(told[0].values["step"] - AT) <= 1
-        (suspect,) = (one for one in found.suspects if one.code == "reference")
-        assert (suspect.for_it[0].code, suspect.for_it[0].points > 1) == ("reference_unrelated", True)

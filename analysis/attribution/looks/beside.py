@@ -6,12 +6,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as t
+from ...facts.series import shared_values
+from ...facts.two_runs import rates_differ
 from ..divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
 from .engine import is_farther_behind, weighs
-from .losses import FEWEST, changed_term, read_loss_terms
 
 _SAME = 1e-5
 """Relative difference up to which two logged numbers count as equal."""
@@ -52,21 +53,24 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
 
 
 def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
+    def shared(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        both = name in facts.series and name in control.series
+        return shared_values(facts.series[name], control.series[name]) if both else (np.empty(0),) * 3
+
     if facts.mismatch is not None and control.mismatch is not None:
         run, other = facts.mismatch.size, control.mismatch.size
-        until = facts.steps <= (math.inf if parted is None else parted.step) + t.AHEAD
-        n = min(len(facts.steps), len(control.steps))
-        early = (facts.values("mean_abs_d")[:n] > 3 * control.values("mean_abs_d")[:n])[until[:n]].any()
+        steps, of_run, of_control = shared("mean_abs_d")
+        until = steps <= (math.inf if parted is None else parted.step) + t.AHEAD
         level = max(of_ratio(run, other, 30.0), 0.0) * weighs(facts)
+        early = (of_run > 3 * of_control)[until].any()
         yield fact("mismatch", level, "" if early else "later", run=run, control=other)
-    rates, beside = facts.values("learning_rate"), control.values("learning_rate")
-    n = min(len(rates), len(beside))
-    differs = np.flatnonzero(np.abs(rates[:n] - beside[:n]) > 1e-3 * np.abs(beside[:n]))
+    steps, of_run, of_control = shared("learning_rate")
+    differs = np.flatnonzero(rates_differ(of_run, of_control))
     if len(differs):
         at = int(differs[0])
-        ratios = [abs(of_ratio(float(rates[one]), float(beside[one]), 10.0)) for one in differs]
-        values = {"run": float(rates[at]), "control": float(beside[at])}
-        yield fact("learning_rate", max(ratios), step=int(facts.steps[at]), **values)
+        ratios = [abs(of_ratio(float(of_run[one]), float(of_control[one]), 10.0)) for one in differs]
+        values = {"run": float(of_run[at]), "control": float(of_control[at])}
+        yield fact("learning_rate", max(ratios), step=int(steps[at]), **values)
 
 
 def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
@@ -76,15 +80,4 @@ def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
             yield fact("setting", 1.0, suspect, setting=name, run=pair[0], control=pair[1])
 
 
-def loss_term(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield the loss term whose coefficient differs from the baseline's."""
-    (_, names, columns_SF, loss), (_, others, baseline_SF, baseline) = (
-        read_loss_terms(run.database, run.pair) for run in (facts, control)
-    )
-    if np.array_equal(names, others) and min(len(loss), len(baseline)) >= FEWEST:
-        both = np.concatenate([baseline_SF, columns_SF]), np.concatenate([baseline, loss])
-        steps = np.full(len(both[1]), facts.steps[0])
-        yield from changed_term(names, *both, steps, np.array([len(baseline)]), "loss_term")
-
-
-ALL = (first, update, rest, given, loss_term)
+ALL = (first, update, rest, given)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as t
-from ...facts.mismatch import FROM_UPDATES
 from ...facts.recorded import AFTER, BEFORE, WITH, order_beside
 from ...facts.relations import correlation
 from ...facts.series import Fall
@@ -26,12 +25,8 @@ def weighs(facts: Facts) -> float:
 
 
 def size(facts: Facts, _: Fall) -> Iterator[Fact]:
-    run = facts.mismatch
-    if run is None:
-        return
-    yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
-    if run.begins == FROM_UPDATES and not run.grows and declared_lag(facts)[0] < 1:
-        yield fact("mismatch_steady", weighs(facts))
+    if (run := facts.mismatch) is not None:
+        yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
 
 
 def resets(facts: Facts, _: Fall) -> Iterator[Fact]:

@@ -26,7 +26,7 @@ from ..run_facts import Facts
 from ..settings import suspect_of
 
 _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
-FEWEST = 12
+_FEWEST = 12
 """Minimum number of steps for a fit: three per coefficient."""
 _MOST_LEFT = 0.1
 """If the terms leave more than this share of the logged loss's variance unexplained, no change is reported."""
@@ -119,15 +119,7 @@ def loss_terms(facts: Facts, fall: Fall) -> Iterator[Fact]:
     """
     steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
     last = int(np.searchsorted(steps, fall.latest, side="right"))
-    places = np.arange(FEWEST, min(last, len(steps) - FEWEST))
-    yield from changed_term(names, columns_SF, loss, steps, places)
-
-
-def changed_term(
-    names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray, steps: np.ndarray, places: np.ndarray,
-    code: str = "loss_term_changes",
-) -> Iterator[Fact]:  # fmt: skip
-    """Yield the loss term whose coefficient changes at one of the rows `places`."""
+    places = np.arange(_FEWEST, min(last, len(steps) - _FEWEST))
     choices = [*_choices(names, np.ones(len(names), bool))]
     if not len(places) or not choices:
         return
@@ -141,7 +133,7 @@ def changed_term(
         # constant instead.
         others = (_LEAST_LEFT, constant), (_LEAST_BESIDE, max(shifted, left))
         level = math.prod(1 - math.sqrt((left + least * spread) / (other + least * spread)) for least, other in others)
-        yield fact(code, level, name, term=name, step=int(steps[places[at]]))
+        yield fact("loss_term_changes", level, name, term=name, step=int(steps[places[at]]))
 
 
 def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tuple[float, int, int, float, float]:

@@ -11,17 +11,14 @@ from ...facts import thresholds as t
 from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.recorded import AFTER, GIVEN, order_beside
 from ...facts.relations import explained_by_length_since, new_reward_values, relation
-from ...facts.rollouts import Rollouts, distribution_distance, other_endings, unequal_in_step
+from ...facts.rollouts import other_endings, unequal_in_step
 from ...facts.series import FLAT, MISMATCH, Fall
 from ...statement import Measured
-from ...trace.ragged import centred
-from ..fact import Fact, fact, of_ratio, strongest
+from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from .training import nearness, values_of
 
 _FEWEST_STEPS = 5
-_FEWEST_GROUPS, _LONG = 12, 20
-"""Minimum number of groups for estimating the variance between groups, and number of earlier steps to compare with."""
 DATA_FAULTS = {
     "reward": "rewards_constant rewards_by_prompt rewards_unequal rewards_differ rewards_weighted rewards_of_nothing",
     "pairing": "rewards_of_other_rows",
@@ -80,45 +77,6 @@ def in_other_rows(facts: Facts, _: Fall) -> Iterator[Fact]:
         yield fact("rewards_in_other_rows", 1.0, "", "in_other_rows", **values)
     elif facts.moved_rewards is not None:
         yield fact("rewards_move_rows", 1.0, "", "in_other_rows", **facts.moved_rewards)
-
-
-def mixed(facts: Facts, fall: Fall) -> Iterator[Fact]:
-    """Report whether rewards no longer depend on the prompt, as if they were assigned to the wrong rows."""
-    first, found = facts.breaks - _LONG, dict[int, Fact]()
-    rows = facts.rollouts.until(fall.latest).since(first - _LONG)
-    for step in np.unique(rows.step[rows.step >= first]).tolist():
-        before, since = rows.until(step - 1).since(step - _LONG), rows.since(step)
-        usual, now = (_share_between_groups(part) for part in (before, since))
-        if usual is not None and now is not None:
-            (share, error), (share_now, error_now) = usual, now
-            level = max(share - share_now - 2 * math.hypot(error, error_now), 0.0) / max(share, 0.2)
-            level *= max(1 - 5 * distribution_distance(before.reward, since.reward), 0.0)
-            found[step] = fact("rewards_ignore_prompts", level, step=step, before_share=share, share=share_now)
-    best = max(found, key=lambda step: found[step].level, default=None)
-    if best is not None and facts.moves.policy_stays_at(best):
-        yield found[best]
-
-
-def _share_between_groups(rows: Rollouts) -> tuple[float, float] | None:
-    """Return the rewards' intraclass correlation and its standard error (Fisher 1925, section 40).
-
-    The correlation is the share of the rewards' variance within a step that is due to differences between groups.
-    """
-    rows = rows.ordered(np.isfinite(rows.reward))
-    groups, place, counts = np.unique(rows.group, return_inverse=True, return_counts=True)
-    num_steps = len(np.unique(rows.step))
-    if rows.is_alone or len(groups) - num_steps < _FEWEST_GROUPS or len(place) < 2 * len(groups):
-        return None
-    within = float(np.sum(centred(rows.reward, place) ** 2)) / (len(place) - len(groups))
-    total = float(np.sum(centred(rows.reward, np.unique(rows.step, return_inverse=True)[1]) ** 2))
-    between = (total - within * (len(place) - len(groups))) / (len(groups) - num_steps)
-    n = float(counts.mean())
-    spread = between + (n - 1) * within
-    if spread <= 0:
-        return None
-    share = max((between - within) / spread, 0.0)
-    free = n * (n - 1) * (len(groups) - num_steps)
-    return share, (1 - share) * (1 + (n - 1) * share) * math.sqrt(2 / free)
 
 
 def changed(facts: Facts, _: Fall) -> Iterator[Fact]:
@@ -265,9 +223,10 @@ _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
 """Change at which a fact has half its full strength. Much smaller changes hardly count."""
 
 
-@strongest
 def prompts(facts: Facts, _: Fall) -> Iterator[Fact]:
+    """Yield the strongest change in the prompts."""
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
+    found = []
     for change in changes:
         beside = [one for one in changes if abs(one.step - change.step) <= 1 and one.shape == "shift"]
         abnormal = math.hypot(*(min(abs(one.size_in_sd or 50.0), 50.0) for one in (beside or [change])))
@@ -278,7 +237,8 @@ def prompts(facts: Facts, _: Fall) -> Iterator[Fact]:
             nearness(facts, change.high) * abnormal / (abnormal + 8.0) * (1.0 if usual is None else far / (far + usual))
         )
         level *= 0.4 if change.shape == "ramp" and not is_new else 1.0
-        yield fact("prompts_changed", level, **values_of(change))
+        found.append(fact("prompts_changed", level, **values_of(change)))
+    yield from sorted(found, key=lambda one: -one.level)[:1]
 
 
 def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
@@ -311,24 +271,7 @@ def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
         yield fact(code, level * nearness(facts, step), "policy" if is_own else "", **values)
 
 
-@strongest
-def capped(facts: Facts, fall: Fall) -> Iterator[Fact]:
-    """Report whether responses suddenly end at a length that many earlier responses exceeded."""
-    steps, first = np.unique(facts.rollouts.step, return_index=True)
-    parts = np.split(facts.rollouts.num_tokens, first[1:])
-    longest = np.array([part.max(initial=0) for part in parts])
-    # Count only responses without an end token: a policy can learn to end all responses at one length, but only a limit
-    # cuts them off.
-    ended = np.split(facts.rollouts.is_ended, first[1:])
-    for at in range(3, min(int(np.searchsorted(steps, fall.latest, "right")), len(steps) - 3)):
-        limit = longest[at : at + _FEWEST_STEPS].max()
-        longer = [float((part > limit).mean()) for part in parts[at - 3 : at]]
-        share = min(float(((parts[step] == limit) & ~ended[step]).mean()) for step in range(at, at + 3))
-        values = {"step": int(steps[at]), "limit": int(limit), "share": share, "before_share": longer[-1]}
-        yield fact("responses_capped", min(share, *longer), **values)
-
-
 ALL = (
-    data_faults, repeats, in_other_rows, mixed, changed, new_values, alone, hidden, starts, advantages, sizes, length,
-    prompts, endings, capped,
+    data_faults, repeats, in_other_rows, changed, new_values, alone, hidden, starts, advantages, sizes, length, prompts,
+    endings,
 )  # fmt: skip

@@ -9,9 +9,8 @@ from ...facts import thresholds as t
 from ...facts.conditions import is_learning_rate
 from ...facts.recorded import RecordedChange
 from ...facts.series import Fall
-from ...trace.macros import quoted
 from ..attribution import SUSPECTS
-from ..fact import Fact, fact, of_ratio, strongest
+from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
 
@@ -113,7 +112,6 @@ def reference(facts: Facts, fall: Fall) -> Iterator[Fact]:
     if (other := facts.changed_reference) is not None:
         yield fact("reference_changed", math.sqrt(other.share), **other.values)
         return
-    yield from _unrelated_since(facts)
     if len(steps) < 9:
         return
     width = max(len(facts.steps) // 10, 3)
@@ -123,32 +121,6 @@ def reference(facts: Facts, fall: Fall) -> Iterator[Fact]:
         far = before / (before + 0.05) if before > 0 else 0.0
         level = far * max(1 - max(last, 0.0) / max(before, 1e-9), 0.0)
         yield fact("returns_to_reference", level, distance_before=before, distance_after=last)
-
-
-_UNRELATED = """
-SELECT step, round(corr(logprob_a, logprob_b), 9) AS related, favg(logprob_a) AS scored, favg(logprob_b) AS reference
-FROM pair({trained}, 'reference') WHERE mask AND isfinite(logprob_a) AND isfinite(logprob_b) GROUP BY step ORDER BY step
-"""
-_NEAR_STEPS = 4
-
-
-@strongest
-def _unrelated_since(facts: Facts) -> Iterator[Fact]:
-    """Report whether the correlation between reference and trainer logprobs drops while the latter hardly change.
-
-    A policy moves away from its reference gradually. A reference that is replaced or misaligned differs within one step.
-    """
-    if not np.isfinite(facts.rollouts.reference).any():
-        return
-    rows = np.array(facts.database.ask(_UNRELATED.format(trained=quoted(facts.pair[0]))).rows, float)
-    steps, related, scored, reference = rows[np.isfinite(rows).all(1)].T if len(rows) else np.empty((4, 0))
-    for at in range(_NEAR_STEPS, len(steps) - _NEAR_STEPS):
-        before, since = slice(at - _NEAR_STEPS, at), slice(at, at + _NEAR_STEPS)
-        moved, own = (abs(float(values[since].mean() - values[before].mean())) for values in (reference, scored))
-        usual, now = (float(related[part].mean()) for part in (before, since))
-        errors = math.hypot(*(float(related[part].std(ddof=1)) for part in (before, since)))  # of 4 steps, doubled
-        level = max(usual - now - errors, 0.0) * moved / (moved + 2 * own + 0.1)
-        yield fact("reference_unrelated", level, step=int(steps[at]), before_correlation=usual, correlation=now)
 
 
 ALL = (settings, rate, updates, entropy, reference)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 from bokeh.models import (
@@ -65,12 +64,12 @@ def stacked(charts: Iterable[LineChart]) -> list[figure]:
 
 
 def single(one: Chart) -> figure:
-    drawn: dict[type[Chart], Callable[[Any], figure]] = {
-        Heatmap: _heatmap,
-        BarChart: _bar_chart,
-        LineChart: _line_chart,
-    }
-    return drawn[type(one)](one)
+    if isinstance(one, Heatmap):
+        return _heatmap(one)
+    if isinstance(one, BarChart):
+        return _bar_chart(one)
+    assert isinstance(one, LineChart)
+    return _line_chart(one)
 
 
 def _of_series(one: LineChart, steps: Range1d) -> figure:
@@ -97,7 +96,7 @@ def _line_chart(one: LineChart) -> figure:
     plot = _new(one.key, 260, x_axis_type=one.x_scale, y_axis_type=one.y_scale, x_axis_label=one.x_label)
     _add_marks(plot, one)
     for place, line in enumerate(one.lines):
-        _add_line(plot, line, place, name=f"{one.key}/{place}", legend_label=line.name)
+        _add_line(plot, line, place, name=f"{one.key}/{place}", has_legend=True)
     plot.add_tools(
         HoverTool(tooltips=[(one.x_label, "@x{0.[000]}"), ("", "@y{0.[00000]a} " + one.unit), ("", "$name")])
     )
@@ -120,11 +119,12 @@ def _add_marks(plot: figure, one: LineChart) -> None:
         plot.add_layout(Span(location=mark.x, dimension="height", line_color=MARK, line_dash="dashed", line_width=1.5))
 
 
-def _add_line(plot: figure, line: Line, place: int, name: str, **more: Any) -> None:
+def _add_line(plot: figure, line: Line, place: int, name: str, *, has_legend: bool = False) -> None:
     source = ColumnDataSource({"x": line.x.astype(np.float64), "y": line.y.astype(np.float64)}, name=name)
     colour = COLOURS[place % len(COLOURS)]
     style = {"line_width": 1.3, "line_dash": _DASHES[place % len(_DASHES)]} if line.is_side else {"line_width": 1.8}
-    plot.line("x", "y", source=source, color=colour, name=line.name, **style, **more)
+    legend = {"legend_label": line.name} if has_legend else {}
+    plot.line("x", "y", source=source, color=colour, name=line.name, **style, **legend)
     if line.dots.all():
         plot.scatter("x", "y", source=source, size=4, color=colour, name=line.name)
     elif line.dots.any():
@@ -214,7 +214,7 @@ def _ends(one: BarChart) -> Range1d:
 # --- shared by all figures ----------------------------------------------------------------------------------------------
 
 
-def _new(key: str, height: int, **options: Any) -> figure:
+def _new(key: str, height: int, **options: object) -> figure:
     options = {"tools": "", "min_border_left": _LEFT} | options
     return figure(name=key, height=height, sizing_mode="stretch_width", toolbar_location=None, **options)
 

@@ -10,12 +10,12 @@ import re
 import shlex
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 from bokeh.document import Document
+from bokeh.plotting import figure
 from bokeh.resources import Resources
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from ...dynamics.text import summary_sentences
@@ -33,32 +33,18 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 def page(report: Report) -> str:
     first = report.subjects[0]
-    groups = [
-        _embedded(stacked(report.run)),
-        *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
-    ]
-    figures = {"groups": [group for group in groups if group["items"][0]["roots"]]}
-    return str(
-        _template().render(
-            report=report,
-            first=first,
-            colours=COLOURS,
-            series=SERIES,
-            questions={code: question for code, (question, *_) in QUESTIONS.items()},
-            signs=SIGNS,
-            names=_names(report.run),
-            theme=THEME,
-            groups=grouped(report.mismatch),
-            steps=[int(step) for step in first.steps],
-            style=Markup(_own("report.css")),  # part of this package, so it needs no escaping
-            script=Markup(_own("report.js")),
-            packs={
-                "bokeh": pack_text(bokeh_script()),
-                "figures": pack(figures),
-                "sequences": pack(sequences_of(first)),
-            },
-        )
-    )
+    drawn = [stacked(report.run), *([single(one)] for one in report.mismatch if not one.is_empty)]
+    figures = {"groups": [_embedded(plots) for plots in drawn if plots]}
+    return _template().render(
+        report=report, first=first, colours=COLOURS, series=SERIES, signs=SIGNS, names=_names(report.run), theme=THEME,
+        questions={code: question for code, (question, *_) in QUESTIONS.items()}, groups=grouped(report.mismatch),
+        steps=[int(step) for step in first.steps],
+        style=Markup(_own("report.css")),  # part of this package, so it needs no escaping
+        script=Markup(_own("report.js")),
+        packs={
+            "bokeh": pack_text(bokeh_script()), "figures": pack(figures), "sequences": pack(sequences_of(first)),
+        },
+    )  # fmt: skip
 
 
 @cache
@@ -66,8 +52,8 @@ def bokeh_script() -> str:
     return "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
 
 
-def _embedded(plots: list[Any]) -> dict[str, Any]:
-    document, name = Document(), plots[0].name if plots else ""
+def _embedded(plots: list[figure]) -> dict[str, object]:
+    document, name = Document(), plots[0].name
     with document.models.freeze():  # otherwise Bokeh collects all models again after each figure
         for plot in plots:
             document.add_root(plot)
@@ -93,7 +79,7 @@ def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
 
 
 @cache
-def _template() -> Any:
+def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     filters = {"number": _number, "sorted_by": _sorted_by, "shell": shlex.quote, "explained": explained}
     environment.filters.update(filters)
@@ -140,7 +126,7 @@ def term(word: str, shown: str) -> Markup:
 # --- data for the browser --------------------------------------------------------------------------------------------
 
 
-def pack(value: Any) -> str:
+def pack(value: object) -> str:
     return pack_text(json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False))
 
 
@@ -149,11 +135,11 @@ def pack_text(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
 
 
-def floats(values: Any) -> str:
+def floats(values: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
 
 
-def sequences_of(subject: Subject) -> dict[str, Any]:
+def sequences_of(subject: Subject) -> dict[str, object]:
     excerpts, spread = subject.excerpts, subject.spread
     return {
         "pair": list(subject.pair),
@@ -164,7 +150,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _sequence(one: TokenSample) -> dict[str, Any]:
+def _sequence(one: TokenSample) -> dict[str, object]:
     holes = np.any([np.full(len(one.ids), FINITE), *one.state.values()], axis=0)
     return {
         "step": one.step, "seq_id": one.seq_id, "facts": facts_of(one), "num_tokens": one.num_tokens,

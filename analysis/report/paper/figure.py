@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import style as matplotlib_style
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
@@ -29,7 +30,10 @@ WIDTHS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Widths in inches by style: a single figure (one column), and the run overview (full text width)."""
 DPI, SMALL = 200, 6.5
-_DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
+Handle = Artist | tuple[Artist, ...]
+"""Part of a chart that the legend shows."""
+Dash = str | tuple[int, tuple[float, ...]]
+_DASHES: tuple[Dash, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
 """Dash patterns of lines. The first 40 lines differ, because 5 patterns and 8 colours have no common factor."""
 _SETTINGS = {
     "font.family": FONT, "font.size": 8, "axes.spines.top": False, "axes.spines.right": False,
@@ -69,7 +73,7 @@ def colour(place: int) -> str:
     return COLOURS[place % len(COLOURS)]
 
 
-def dash(place: int, *, is_side: bool = False) -> Any:
+def dash(place: int, *, is_side: bool = False) -> Dash:
     side = 1 + (place + place // len(COLOURS)) % (len(_DASHES) - 1)
     return _DASHES[side if is_side else place % len(_DASHES)]
 
@@ -117,17 +121,22 @@ def stack_of(series: Sequence[LineChart]) -> Stack:
     return Stack(key="run", title="The run by step", unit="", note="", sql="", charts=charts)
 
 
-def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
+def draw(one: Chart, style: PaperStyle = PLAIN) -> Figure:
     """Draw a chart as a figure that pyplot does not manage. Write the figure with `figure.savefig(path)`."""
     with style.settings():
         if isinstance(one, Stack):
             return _stack(one, style)
-        height, fill = next(how for kind, how in _KINDS.items() if isinstance(one, kind))
+        assert isinstance(one, (LineChart, Heatmap, BarChart))
+        height = 2.1 if isinstance(one, LineChart) else 2.7
         if isinstance(one, BarChart):
-            height += len(one.names) * (0.06 + 0.085 * len(one.groups))
+            height = 0.75 + len(one.names) * (0.06 + 0.085 * len(one.groups))
         figure = Figure(figsize=(style.column, height), layout="constrained")
         axes = figure.add_subplot()
-        _head(axes, one, fill(axes, one))
+        if isinstance(one, LineChart):
+            entries = draw_lines(axes, one)
+        else:
+            entries = _draw_heatmap(axes, one) if isinstance(one, Heatmap) else _draw_bars(axes, one)
+        _head(figure, axes, one, entries)
         set_ticks(axes.xaxis, integer=one.x_label == "step")
         axes.set_xlabel(plain(one.x_label))
         if not isinstance(one, BarChart):
@@ -140,7 +149,7 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
     figure = Figure(figsize=(style.page, min(0.6 + 0.62 * len(one.charts), 9.0)), layout="constrained")
     names = dict.fromkeys(line.name for chart in one.charts for line in chart.lines)
     places = {name: place for place, name in enumerate(names)}
-    handles: dict[str, Any] = {}
+    handles: dict[str, Handle] = {}
     panels = figure.subplots(len(one.charts), 1, sharex=True, squeeze=False)[:, 0]
     for axes, chart in zip(panels, one.charts, strict=True):
         handles |= draw_lines(axes, chart, places)
@@ -150,22 +159,23 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
         axes.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SMALL)
     panels[-1].set_xlabel("step")
     figure.align_ylabels(panels)
-    _head(panels[0], one, {name: handles[name] for name in places})
+    _head(figure, panels[0], one, {name: handles[name] for name in places})
     return figure
 
 
-def draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
+def draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Handle]:
     # Use a linear axis if no value is positive, because a logarithmic axis would have no limits.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
-    handles: dict[str, Any] = {}
+    handles: dict[str, Handle] = {}
     for own, line in enumerate(one.lines):
         place = own if places is None else places[line.name]
         x, y = line.x.astype(np.float64), np.where(np.isfinite(line.y), line.y, np.nan)
         width, size = (0.7, 1.6) if line.is_side else (1.2, 2.4)
-        how: dict[str, Any] = {"color": colour(place), "linewidth": width, "markersize": size}
-        (handles[line.name],) = axes.plot(x, y, linestyle=dash(place, is_side=line.is_side), **how)
-        axes.plot(x[line.dots], y[line.dots], linestyle="none", marker="o", **how)
+        pattern, tint = dash(place, is_side=line.is_side), colour(place)
+        (handles[line.name],) = axes.plot(x, y, linestyle=pattern, color=tint, linewidth=width, markersize=size)
+        x, y = x[line.dots], y[line.dots]
+        axes.plot(x, y, linestyle="none", marker="o", color=tint, linewidth=width, markersize=size)
     low, high = axes.get_ylim()
     for band in one.bands:
         patch = axes.axhspan(band.low, band.high, facecolor=(BAND, 0.13), edgecolor=(BAND, 0.6), zorder=0.5)
@@ -192,17 +202,17 @@ def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tup
     )  # fmt: skip
 
 
-def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
+def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Handle]:
     # Without edges, PDF viewers show hairlines between cells.
-    look: dict[str, Any] = {"edgecolor": "face", "linewidth": 0.2}
     norm = LogNorm(1, max(float(one.counts.max(initial=0)), 10.0))
     counts = np.where(one.counts > 0, one.counts, np.nan)
-    cells = axes.pcolormesh(one.x_edges, one.y_edges, counts, cmap="cividis", norm=norm, **look)
+    edges = (one.x_edges, one.y_edges)
+    cells = axes.pcolormesh(*edges, counts, cmap="cividis", norm=norm, edgecolor="face", linewidth=0.2)
     bar = axes.figure.colorbar(cells, ax=axes, aspect=28, pad=0.02, label=plain(one.unit, 30))
-    bar.solids.set(rasterized=False, **look)  # type: ignore[union-attr]  # None only before it is drawn
+    bar.solids.set(rasterized=False, edgecolor="face", linewidth=0.2)  # type: ignore[union-attr]  # None only before it is drawn
     set_ticks(bar.ax.yaxis)
     names = list(dict.fromkeys(curve.name for curve in one.curves))
-    curves: dict[str, Any] = {}
+    curves: dict[str, Handle] = {}
     for curve in one.curves:
         (curves[curve.name],) = axes.plot(curve.x, curve.y, color=MARK, linestyle=dash(1 + names.index(curve.name)))
     axes.set(xlim=one.x_edges[[0, -1]], ylim=one.y_edges[[0, -1]])
@@ -214,9 +224,9 @@ def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
     return curves
 
 
-def _draw_bars(axes: Axes, one: BarChart) -> dict[str, Any]:
+def _draw_bars(axes: Axes, one: BarChart) -> dict[str, Handle]:
     height = 0.8 / max(len(one.groups), 1)
-    handles: dict[str, Any] = {}
+    handles: dict[str, Handle] = {}
     for place, (group, bars) in enumerate(one.groups.items()):
         y = np.array([one.names.index(bar.name) for bar in bars]) + height * (place - (len(one.groups) - 1) / 2)
         value, low, high = np.array([(bar.value, bar.low, bar.high) for bar in bars], float).reshape(-1, 3).T
@@ -230,13 +240,8 @@ def _draw_bars(axes: Axes, one: BarChart) -> dict[str, Any]:
     return handles
 
 
-_KINDS: dict[type[Chart], tuple[float, Any]] = {
-    LineChart: (2.1, draw_lines), Heatmap: (2.7, _draw_heatmap), BarChart: (0.75, _draw_bars),
-}  # fmt: skip
-
-
-def _head(axes: Any, one: Chart, entries: Mapping[str, Any]) -> None:
-    figure, names = axes.figure, [plain(name, 46) for name in entries]
+def _head(figure: Figure, axes: Axes, one: Chart, entries: Mapping[str, Handle]) -> None:
+    names = [plain(name, 46) for name in entries]
     width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # width to the right of the y axis, in letters at 1 pt
     longest = max(map(len, names), default=0) + 6  # number of letters, including the legend handle
     columns = max(1, min(len(names), int(width / (longest * SMALL))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -48,14 +47,20 @@ def write_figures(
 
 
 _LINES = ("what", "line", "x", "y", "low", "high", "text")
-_Row = tuple[Any, ...]
+_CELLS = ("what", "line", "x", "y", "x_low", "x_high", "y_low", "y_high", "tokens")
+_BARS = ("group", "name", "value", "low", "high", "text")
+_Row = tuple[object, ...]
 
 
 def rows_of(one: Chart) -> Rows:
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
-    columns, rows = next(how for kind, how in _TABLES.items() if isinstance(one, kind))
-    return Rows(columns, list(rows(one)))
+    if isinstance(one, Heatmap):
+        return Rows(_CELLS, list(_heatmap(one)))
+    if isinstance(one, BarChart):
+        return Rows(_BARS, list(_bars(one)))
+    assert isinstance(one, LineChart)
+    return Rows(_LINES, list(_lines(one)))
 
 
 def _lines(one: LineChart) -> Iterator[_Row]:
@@ -81,14 +86,7 @@ def _bars(one: BarChart) -> Iterator[_Row]:
         yield from ((group, bar.name, *_numbers(bar.value, bar.low, bar.high), bar.text) for bar in bars)
 
 
-_TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
-    LineChart: (_LINES, _lines),
-    Heatmap: (("what", "line", "x", "y", "x_low", "x_high", "y_low", "y_high", "tokens"), _heatmap),
-    BarChart: (("group", "name", "value", "low", "high", "text"), _bars),
-}
-
-
-def _columns(*columns: Any) -> Iterator[_Row]:
+def _columns(*columns: np.ndarray) -> Iterator[_Row]:
     return zip(*(np.asarray(column).tolist() for column in columns), strict=True)
 
 
