@@ -10,6 +10,7 @@ import re
 import shlex
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 
 import numpy as np
 from bokeh.document import Document
@@ -33,7 +34,7 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 def page(report: Report) -> str:
     first = report.subjects[0]
-    drawn = [stacked(report.run), *([single(one)] for one in report.mismatch if not one.is_empty)]
+    drawn = chain([stacked(report.run)], ([single(one)] for one in report.mismatch if not one.is_empty))
     figures = {"groups": [_embedded(plots) for plots in drawn if plots]}
     return _template().render(
         report=report, first=first, colours=COLOURS, series=SERIES, signs=SIGNS, names=_names(report.run), theme=THEME,
