@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,11 @@ class Fact(Statement):
 def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: Measured) -> Fact:
     bounded = 0.0 if math.isnan(level) else float(np.clip(level, -1.0, 1.0))
     return Fact(code=code, level=bounded, group=group, kind=kind, values=values)
+
+
+def strongest(look: Callable[..., Iterator[Fact]]) -> Callable[..., Iterator[Fact]]:
+    """Make a function yield only its fact with the highest level."""
+    return lambda *given: iter(sorted(look(*given), key=lambda one: -one.level)[:1])
 
 
 def of_ratio(after: float, before: float, most: float) -> float:

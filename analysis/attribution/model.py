@@ -29,7 +29,7 @@ _OLD = ("earlier_weights", "engine_stands_still")
 EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("declared_fresh",), ("check_fails.stale",)),
     (("never_ended",), ("not_sampled_so",)),
-    (("stop_ignored", "never_ended"), ("advantages_changed.mean", "advantages_changed.burst")),
+    (("stop_ignored", "responses_capped", "never_ended"), ("advantages_changed.mean", "advantages_changed.burst")),
     (_LAGS, ("earlier_weights", "engine_moves_on")),
     (_OLD, (*_OF_MISMATCH, "engine_moves_on", "declared_fresh", "returns_to_reference", "not_sampled_so")),
     (("length_pays_since", "length_explains_rewards", "rewards_by_length_part"),

@@ -34,6 +34,7 @@ EVIDENCE: Mapping[str, str] = {
     "never_ended": "starting at step {step}, {share:.0%} of responses have no end token ({before_share:.0%} before), so something other than the end token stops them",
     "rows_left_out": "starting at step {step}, the loss mask leaves out all tokens of {share:.0%} of responses ({before_share:.0%} before)",
     "endings_change": "starting at step {step}, up to {share:.0%} of responses end with an unusual token ({before_share:.0%} before), so responses are being cut off",
+    "responses_capped": "starting at step {step}, no response is longer than {limit} tokens and at least {share:.0%} have that length ({before_share:.0%} were longer before), so responses are being cut off",
     "reference_changed": "starting at step {step}, {share:.0%} of {num_responses:,} repeated responses or prefixes get different reference logprobs than before, so the reference was replaced or misaligned",
     "loss_term_changes": "the recorded terms add up to the logged loss only if the coefficient of the {term} term changes at step {step}",
     "loss_term_inverted": "since the drop, the logged loss implies a coefficient with the wrong sign for the {term} term ({coefficient:.3g})",

@@ -52,7 +52,7 @@ OWNERS: dict[str, str] = {
     "pairing": "data_fault.pairing in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
     "rewards_of_last_step_part advantages_permuted_part",
     "data": "data_fault.data rewards_differ_by_group prompts_changed prompts_part",
-    "truncation": "data_fault.truncation stop_ignored never_ended rows_left_out endings_change responses_cut_off",
+    "truncation": "data_fault.truncation responses_capped stop_ignored never_ended rows_left_out endings_change responses_cut_off",
     "reference": "data_fault.reference loss_term_inverted.reference loss_term_unusual.reference loss_term_oversized.reference loss_term_changes.reference reference_changed returns_to_reference reference_parts gradient_grows",
     "advantages": "data_fault.advantages advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
     "advantages_or_rewards_part",

@@ -273,8 +273,15 @@ def test_a_limit_that_falls_before_the_drop_is_seen_in_lengths_and_in_the_record
     found = attribute(record(tmp_path / "run", story))
     assert found.cause == "truncation"
     evidence = evidence_of(found, "truncation")
-    assert evidence["endings_change"] > 1
+    assert evidence["responses_capped"] > 1
     assert ("setting_changed" in evidence) == says_limit
+
+
+def test_responses_that_the_policy_ends_at_one_length_are_not_cut_off(tmp_path):
+    story = Story(reward=FALLING, length=level(9), limit=drops(58, 20, 5), ends=True)
+    assert "responses_capped" not in {
+        one.code for one in attribute(record(tmp_path / "run", story)).facts if one.level > 0.1
+    }
 
 
 def test_a_constant_that_is_added_to_the_loss_changes_no_term(tmp_path):

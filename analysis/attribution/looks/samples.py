@@ -14,7 +14,7 @@ from ...facts.relations import explained_by_length_since, new_reward_values, rel
 from ...facts.rollouts import other_endings, unequal_in_step
 from ...facts.series import FLAT, MISMATCH, Fall
 from ...statement import Measured
-from ..fact import Fact, fact, of_ratio
+from ..fact import Fact, fact, of_ratio, strongest
 from ..run_facts import Facts
 from .training import nearness, values_of
 
@@ -223,10 +223,9 @@ _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
 """Change at which a fact has half its full strength. Much smaller changes hardly count."""
 
 
+@strongest
 def prompts(facts: Facts, _: Fall) -> Iterator[Fact]:
-    """Yield the strongest change in the prompts."""
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
-    found = []
     for change in changes:
         beside = [one for one in changes if abs(one.step - change.step) <= 1 and one.shape == "shift"]
         abnormal = math.hypot(*(min(abs(one.size_in_sd or 50.0), 50.0) for one in (beside or [change])))
@@ -237,8 +236,7 @@ def prompts(facts: Facts, _: Fall) -> Iterator[Fact]:
             nearness(facts, change.high) * abnormal / (abnormal + 8.0) * (1.0 if usual is None else far / (far + usual))
         )
         level *= 0.4 if change.shape == "ramp" and not is_new else 1.0
-        found.append(fact("prompts_changed", level, **values_of(change)))
-    yield from sorted(found, key=lambda one: -one.level)[:1]
+        yield fact("prompts_changed", level, **values_of(change))
 
 
 def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
@@ -271,7 +269,24 @@ def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
         yield fact(code, level * nearness(facts, step), "policy" if is_own else "", **values)
 
 
+@strongest
+def capped(facts: Facts, fall: Fall) -> Iterator[Fact]:
+    """Report whether responses suddenly end at a length that many earlier responses exceeded."""
+    steps, first = np.unique(facts.rollouts.step, return_index=True)
+    parts = np.split(facts.rollouts.num_tokens, first[1:])
+    longest = np.array([part.max(initial=0) for part in parts])
+    # Count only responses without an end token: a policy can learn to end all responses at one length, but only a limit
+    # cuts them off.
+    ended = np.split(facts.rollouts.is_ended, first[1:])
+    for at in range(3, min(int(np.searchsorted(steps, fall.latest, "right")), len(steps) - 3)):
+        limit = longest[at : at + _FEWEST_STEPS].max()
+        longer = [float((part > limit).mean()) for part in parts[at - 3 : at]]
+        share = min(float(((parts[step] == limit) & ~ended[step]).mean()) for step in range(at, at + 3))
+        values = {"step": int(steps[at]), "limit": int(limit), "share": share, "before_share": longer[-1]}
+        yield fact("responses_capped", min(share, *longer), **values)
+
+
 ALL = (
     data_faults, repeats, in_other_rows, changed, new_values, alone, hidden, starts, advantages, sizes, length, prompts,
-    endings,
+    endings, capped,
 )  # fmt: skip
