@@ -389,7 +389,8 @@ def _loss(rows: _StepRows, _: re.Match[str]) -> _Averages:
         sums = rows.mean(rows.sum(each, tokens["counts"])) / (loss.max_tokens or np.nan)
         found += [_Average("over_longest", sums)] if loss.aggregation == "constant" else []
         # If all rows have the same weight, the mean is 0 by construction.
-        least = 1e-3 * float(np.sqrt(np.nanmean(each * each)))
+        known = each[np.isfinite(each)]
+        least = 1e-3 * float(np.sqrt(np.mean(known * known))) if len(known) else np.inf
         yield from (average for average in found if np.nanmax(np.abs(average.values), initial=0.0) > least)
 
 

@@ -2519,6 +2519,12 @@ def test_a_logged_length_of_finished_responses_leaves_out_truncated_ones(tmp_pat
     assert [each.code for each in found if each.code.startswith("metric")] == expected
 
 
+def test_a_logged_loss_is_not_compared_if_no_advantage_is_finite(tmp_path):
+    options = {"loss": Loss(), "passes": with_updates, "metrics": lambda s, r, n: {"loss": 0.0}}
+    found = findings(write(tmp_path / "run", lambda r, n: np.full(len(r), np.nan), **options), sampled=False)
+    assert [each.code for each in found] == ["not_finite"]
+
+
 def test_an_infinite_metric_is_reported_with_its_value(tmp_path):
     found = findings(write(tmp_path / "run", reward=graded, metrics=lambda s, r, n: {"reward": np.inf}))
     assert "logged as inf" in data_text(found[0])
