@@ -548,8 +548,10 @@ def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
     others = np.array([probabilities(data)[name] * (name != kind) for name in fitted.kinds])
     against = others @ fitted.coefficients / max(float(others.sum()), 1e-12)
     worth = away * (fitted.coefficients[at] - against)
-    order = [at for at in np.argsort(-worth) if worth[at] > 0.1 and fitted.features[at] in REASONS][:MAX_REASONS]
-    return [(fitted.features[at], measured[fitted.features[at]], bool(away[at] > 0)) for at in order]
+    order = [at for at in np.argsort(-worth) if worth[at] > 0.1 and fitted.features[at] in REASONS]
+    found = [(fitted.features[at], measured[fitted.features[at]], bool(away[at] > 0)) for at in order]
+    # The first step's mismatch may be above the mean, but within rounding, which its phrases compare it with.
+    return [each for each in found if each[0] != "first_step" or (each[1] > 0) == each[2]][:MAX_REASONS]
 
 
 def judged(hint: str) -> str:

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 from bigrams import BOTH_FP32, FP32, VLLM_BF16, Recording, bfloat16, in_float32, log_softmax, moved, sample, table
-from tim_trace.analysis.check.check import check
+from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.faults import evidence_text
+from tim_trace.analysis.check.features import model, reasons
 from tim_trace.analysis.check.finding import Finding
+from tim_trace.analysis.views import open_database
 from tim_trace.tracer.recorder import Recorder
 
 PADDING = 7
@@ -366,3 +368,22 @@ def test_experts_are_expected_only_where_the_trace_has_some(is_known):
     )
     assert ("expected for the recorded engines" in evidence_text(found)) == is_known
     assert ("does not show whether the model has experts" in evidence_text(found)) != is_known
+
+
+@pytest.mark.parametrize("first", [0.02, 0.4])
+def test_a_first_step_within_rounding_is_not_said_to_be_large(tmp_path, first):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_contract("train", FP32)
+        recorder.add_contract("rollout", VLLM_BF16)
+        for number in range(1, 7):
+            step, draw = sample(table(), 100 + number), np.random.default_rng(number)
+            size = first if number == 1 else 0.6
+            train = [np.minimum(row + size * draw.normal(size=len(row)), -1e-6) for row in step.scored()]
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses]
+            )  # fmt: skip
+            recorder.add_scores("rollout", batch, logprobs=step.scored())
+            recorder.add_scores("train", batch, logprobs=[row.astype(np.float32) for row in train])
+    data = gather(open_database(tmp_path / "run"), ("train", "rollout"), trace=str(tmp_path / "run"))
+    said = {is_above for kind in model().kinds for name, _, is_above in reasons(data, kind) if name == "first_step"}
+    assert said == ({True} if first > 0.1 else set())
