@@ -273,10 +273,9 @@ class DataRows:
         rows, cell = self.rows, self.cell
         is_possible = rows["group"].any() and (mean_of(cell, rows["prompt_length"]) != rows["prompt_length"]).any()
         query = _CONTINUED.format(steps=self.inspected if is_possible else "NULL")
-        step, *pairs = (np.asarray(each) for each in self.database.connection.execute(query).fetchnumpy().values())
-        texts, one, two = (
-            each ^ _of_step(at) for each, at in ((rows["response"], rows["step"]), *((each, step) for each in pairs))
-        )
+        step, earlier, continuing = map(np.asarray, self.database.connection.execute(query).fetchnumpy().values())
+        texts = rows["response"] ^ _of_step(rows["step"])
+        one, two = earlier ^ _of_step(step), continuing ^ _of_step(step)
         order = np.argsort(texts, kind="stable")
         first, last = (np.searchsorted(texts, one, side, order) for side in ("left", "right"))
         num = last - first
@@ -757,7 +756,8 @@ def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every known scale's rule, and its factor for each group's advantages, [G], up to a constant. The eps added to a standard deviation is fitted per unit, to the `asked` groups ([G] bool)."""
+    """Yield every known scale's rule, and its factor for each group's advantages, [G], up to a constant. The eps added to a
+    standard deviation is fitted per unit, to the `asked` groups ([G] bool)."""
     line, n, spread = rows.lines, np.bincount(rows.g), rows.lines.spread
     yield from (("", np.ones(len(n))), ("", n / (n - 1)), (_DIVIDED, 1 / spread))
     yield _DIVIDED, np.sqrt((n - 1) / n) / spread

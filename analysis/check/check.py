@@ -400,13 +400,10 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
     if not FEW <= part.num_kept < 0.97 * data.num_kept:
         return list(found)
     if best.left is not None:
-        tokens = best.tokens[data.keep]
-        alike = [
-            (float((place.inside & tokens).sum() / (place.inside | tokens).sum()), place)
-            for place in places(data) if place.feature not in kinds.BY_TIME
-        ]  # fmt: skip
-        share, place = max(alike, key=lambda each: (each[0], each[1].feature == "token_id"), default=(0.0, None))
-        return [_at(found[0], place), *found[1:]] if place and share > 0.9 else list(found)
+        asked = [place for place in places(data) if place.feature not in kinds.BY_TIME]
+        asked.sort(key=lambda place: place.feature != "token_id")  # of several features, the id says most
+        exact = _place_of(best.tokens[data.keep], asked, 0.9)
+        return [_at(found[0], exact), *found[1:]] if exact else list(found)
     off, allowed = nobodys(part), allowed_noise(part)
     shown = [found[0].numbers.get("feature"), found[0].numbers.get("column")]
     for place in places(part) if off.any() else ():
@@ -489,7 +486,18 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
 
 
 def _shared(one: Hypothesis, other: Hypothesis) -> float:
-    return float((one.tokens & other.tokens).sum() / max((one.tokens | other.tokens).sum(), 1))
+    return _overlap(one.tokens, other.tokens)
+
+
+def _overlap(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the share of tokens in both sets ([N] bool each) among those in either (Jaccard index)."""
+    return float((one & other).sum() / max((one | other).sum(), 1))
+
+
+def _place_of(tokens: np.ndarray, asked: Sequence[Where], least: float) -> Where | None:
+    """Return the first of the places that overlap most with `tokens` ([K] bool), or None if they overlap by `least` at most."""
+    best = max(asked, key=lambda place: _overlap(place.inside, tokens), default=None)
+    return best if best is not None and _overlap(best.inside, tokens) > least else None
 
 
 def _is_part(place: Finding) -> bool:
@@ -593,12 +601,10 @@ def _left(data: PairData) -> list[Finding]:
     if 0 < off.mean() <= 0.1:
         without = data.within(~off)
         if not (is_above(without) or kinds.is_fault(without)):
-            shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
-            share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
             if found := kinds.find_router_flips(data, off) or values.find_scattered(data, off):
                 return found
             likely = (each for each in (_state(data)[:1] if off.sum() >= FEW else ()) if each.weight >= 0.4)
-            return [kinds.unexplained_tokens(data, off, place if share > 0.5 else None), *likely]
+            return [kinds.unexplained_tokens(data, off, _place_of(off, places(data), 0.5)), *likely]
     return _state(data)
 
 

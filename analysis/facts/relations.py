@@ -9,7 +9,7 @@ import numpy as np
 from ..statement import Measured
 from ..trace.ragged import centred
 from . import thresholds as t
-from .rollouts import FEWEST_COMPARED, FEWEST_SPANNING, Rollouts, comparable, reward_differences, successive
+from .rollouts import FEWEST_COMPARED, FEWEST_SPANNING, Rollouts, comparable, successive, value_differences
 
 _FEWEST_OF_LENGTH = 5
 
@@ -101,7 +101,7 @@ def _explained(values: np.ndarray, length: np.ndarray) -> float:
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     scale = np.fmax.reduce(np.abs(control.reward), initial=1.0)
-    difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], scale)
+    difference, differs = value_differences(run.reward[at_a], control.reward[at_b], scale)
     chosen = np.isfinite(difference) & differs
     overall = length_correlation(difference[chosen], run.length[at_a][chosen], run.step[at_a][chosen])
     is_other = len(differs) > 0 and differs.mean() > t.ALMOST_ALL

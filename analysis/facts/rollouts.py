@@ -199,12 +199,12 @@ def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return order[:-1][again], order[1:][again]
 
 
-def reward_differences(
+def value_differences(
     first: np.ndarray, second: np.ndarray, scale: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return [N] reward differences (NaN if a reward is missing), and whether each exceeds the rounding error.
+    """Return [N] differences of rewards or advantages (NaN if one is missing), and whether each exceeds the rounding error.
 
-    The rounding error is 1e-6 times the largest absolute reward `scale`, but at least 1e-6.
+    The rounding error is 1e-6 times the largest absolute value `scale`, but at least 1e-6.
     """
     difference = first - second
     return difference, np.abs(difference) > 1e-6 * np.fmax(scale, 1.0)

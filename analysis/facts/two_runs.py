@@ -17,7 +17,7 @@ from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.ragged import array_of, first, fitted, flat
 from ..trace.table_views import step_condition
-from .rollouts import Rollouts, reward_differences
+from .rollouts import Rollouts, value_differences
 
 _ROWS = """
 SELECT step, hash(prompt_ids) AS prompt, hash(prompt_ids, response_ids) AS whole, response_ids{columns}
@@ -106,7 +106,7 @@ def row_differences(a: Rollouts, b: Rollouts) -> RowDifferences:
     if np.isfinite(a.reward).any() and np.isfinite(b.reward).any():
         of_b, first = np.unique(b.step, return_index=True)
         largest = np.fmax.reduceat(np.abs(b.reward), first)[np.searchsorted(of_b, step_K)]
-        differs = reward_differences(one, two, largest)[1] | (np.isnan(one) != np.isnan(two))
+        differs = value_differences(one, two, largest)[1] | (np.isnan(one) != np.isnan(two))
     is_alike = np.ones(len(one), bool)
     for run, at in ((a, pairs.a), (b, pairs.b)):
         is_same = np.zeros(len(run.step), bool)
@@ -116,7 +116,7 @@ def row_differences(a: Rollouts, b: Rollouts) -> RowDifferences:
     return RowDifferences(
         pairs=pairs, step_K=step_K, steps_S=steps_S, share_S=num_S / np.maximum(of_a_S, of_b_S),
         rewards_K=pairs.equal & differs, is_alike_K=is_alike,
-        advantages_K=is_alike & (np.abs(one - two) > 1e-6 * np.maximum(1.0, np.abs(two))),
+        advantages_K=is_alike & value_differences(one, two, np.abs(two))[1],
     )  # fmt: skip
 
 

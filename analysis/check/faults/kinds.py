@@ -377,7 +377,10 @@ COMPUTATION = Fault(code="computation_differs", title="one side's model differs 
     "setting": "one side's model differs, possibly in a part that a recorded setting controls",
     "head": "one side's output layer differs, such as a missing bias: each token id has its own mismatch",
 })  # fmt: skip
-NOT_REPEATABLE = Fault(code="not_repeatable", title="one side gives identical tokens different values", broken="computation", evidence={"judged": features.judged("dropout, noise, or a context that was not recorded")}, words={"judged": features.judged_words})  # fmt: skip
+NOT_REPEATABLE = Fault(
+    code="not_repeatable", title="one side gives identical tokens different values", broken="computation",
+    evidence={"judged": features.judged("dropout, noise, or a context that was not recorded")}, words={"judged": features.judged_words},
+)  # fmt: skip
 _CONTEXTS = {
     "prompt": ("the two sides read different prompts or positions", "a different BOS token, chat template, truncation, cached prefix, prompt mask or rotary embedding"),
     "prefill": ("one side processes prompts incorrectly", "chunked prefill that loses earlier chunks, or a stale prefix cache: the first response token, which the prompt's forward pass predicts, differs most"),
@@ -732,9 +735,25 @@ _EVIDENCE = {
 }
 _CAUSES = {"last_of_truncated": "truncated", "token_id": "some_ids", "token_before": "after_some_ids"}
 
-ONE_PLACE = Fault(code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE, words={"place": _place}, causes={"truncated": "the last token of truncated responses is wrong, as if another token, such as an end token, had replaced the sampled one", "some_ids": "some token ids are scored wrongly, because their rows in the output head, a bias, or the ids themselves are wrong", "after_some_ids": "tokens after some ids are scored wrongly, so these ids may have wrong embeddings", "ids": "tokens with ids above or below a limit are wrong, possibly because of a vocabulary shard, added tokens, or ids stored in too few bits"})  # fmt: skip
-BOUNDARY = Fault(code="chunk_boundary", title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly", broken="computation", evidence=_EVIDENCE, words={"place": _place})  # fmt: skip
-SUBSET = Fault(code="subset", title="the mismatch is concentrated in part of the run", broken="engine", evidence={"column": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {times} times the mismatch of the rest (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"}, words={"column": lambda n: {"where": where_text({**n, "feature": n["column"]}), "times": features.times_text(n["ratio"])}})  # fmt: skip
+ONE_PLACE = Fault(
+    code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation",
+    evidence=_EVIDENCE, words={"place": _place},
+    causes={
+        "truncated": "the last token of truncated responses is wrong, as if another token, such as an end token, had replaced the sampled one",
+        "some_ids": "some token ids are scored wrongly, because their rows in the output head, a bias, or the ids themselves are wrong",
+        "after_some_ids": "tokens after some ids are scored wrongly, so these ids may have wrong embeddings",
+        "ids": "tokens with ids above or below a limit are wrong, possibly because of a vocabulary shard, added tokens, or ids stored in too few bits",
+    },
+)  # fmt: skip
+BOUNDARY = Fault(
+    code="chunk_boundary", title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",
+    broken="computation", evidence=_EVIDENCE, words={"place": _place},
+)  # fmt: skip
+SUBSET = Fault(
+    code="subset", title="the mismatch is concentrated in part of the run", broken="engine",
+    evidence={"column": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {times} times the mismatch of the rest (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"},
+    words={"column": lambda n: {"where": where_text({**n, "feature": n["column"]}), "times": features.times_text(n["ratio"])}},
+)  # fmt: skip
 
 
 def _sizes(data: PairData, inside: np.ndarray) -> dict[str, Number]:

@@ -82,7 +82,14 @@ def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"counted_text": _COUNTED[what].format(of)}
 
 
-SHIFT = Fault(code="shift", title="one side is shifted by a token", broken="recording", words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _shift_words}, causes={"own": "one side's rows are shifted by different numbers of tokens (wrong padding or offsets)", "neighbour": "some tokens have their neighbours' values", "doubled": "some tokens were recorded twice", "reversed": "one side's values are in reverse order", "lost": "some of one side's values are missing, and later values have moved up"}, evidence={
+SHIFT = Fault(code="shift", title="one side is shifted by a token", broken="recording", words={
+    "moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _shift_words,
+}, causes={
+    "own": "one side's rows are shifted by different numbers of tokens (wrong padding or offsets)",
+    "neighbour": "some tokens have their neighbours' values", "doubled": "some tokens were recorded twice",
+    "reversed": "one side's values are in reverse order",
+    "lost": "some of one side's values are missing, and later values have moved up",
+}, evidence={
     "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows in {b} are shifted relative to {a}, by different numbers of tokens ({least:+d} to {largest:+d}): shifted back, they differ by {moved:.2g} nats per token, but by {unmoved:.2g} as recorded; each row is shifted {counted_text}",
     "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
     "reversed_chunks": "in each chunk of {chunk} tokens, {b} runs backwards: read from the end of the chunk, it differs from {a} by {moved:.2g} nats on average",
