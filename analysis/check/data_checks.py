@@ -30,9 +30,9 @@ from .faults import evidence_text
 from .faults.kinds import BY_TIME, MIN_STOPPED
 from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement
 from .faults.sampling import MAX_LEFT, find_one_sided, find_temperature, unapplied_setting
-from .features import FEW, means, movement, not_repeatable, pearson, repeats, wrong_versions
+from .features import FEW, MIN_REPEATS, means, movement, not_repeatable, pearson, repeats, wrong_versions
 from .finding import BY_GROUP, BY_STEP, BY_VERSION, DataFault, DataFinding, data_fault
-from .pair_data import PairData, allowed_noise, level, logit_error
+from .pair_data import MIN_REST, PairData, allowed_noise, level, logit_error, neighbours
 from .sample import CHANCE, PairSums, PassSample, Sample, read_sample
 from .where import PLACE_NATS, places, where_text
 
@@ -662,7 +662,7 @@ _USE_KL = r"(^|[./_])use_kl(_loss|_in_reward|_penalty)?$"
 _KL_METRIC = re.compile(r"(^|/)(ref_?kl|kl(_(loss|rewards?|penalty|div|ref))?)(/(mean|avg))?$")
 
 
-_KL_IS_ZERO = data_fault("kl_is_zero", "the KL to the reference is always 0", "{name} is logged as 0 at all {num:,} steps, although {setting} is recorded, so the KL term has no effect: the reference was not computed, or it is the policy itself", metrics.OF_METRIC)  # fmt: skip
+_KL_IS_ZERO = data_fault("kl_is_zero", "the KL to the reference is always 0", "{name} is logged as 0 at all {num:,} steps, although {setting} is recorded, so the KL term has no effect: the reference was not computed, or it is the policy itself", metrics.OF_METRIC, hidden_by=("weights_unchanged",))  # fmt: skip
 
 
 def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
@@ -847,6 +847,8 @@ _VERSIONS_WRONG = data_fault("versions_wrong", "{name}'s policy versions do not 
 })  # fmt: skip
 _NEVER_UPDATED = data_fault("engine_never_updated", "the engine's policy version never grows", "all {num:,} rows inspected after the first update were sampled with policy version {version}, while the trainer's grows to {latest}: the data were sampled beforehand, the trainer's weights never reach the engine, or nothing increments its version", BY_VERSION)  # fmt: skip
 
+_UNCHANGED = data_fault("weights_unchanged", "the trainer's weights never change", "the policy version grows from {version} to {latest}, but train gives all {num_tokens:,} tokens that occur again at a later version, with the same prefix, bitwise the same logprobs, so no update changes the weights: the optimizer may have no parameters or the wrong ones, or the learning rate may be 0", BY_VERSION)  # fmt: skip
+
 
 def _versions(run: DataRows) -> Iterator[DataFinding]:
     """Find versions that do not match the weights, an engine without updates, and sampling settings not applied."""
@@ -865,6 +867,15 @@ def _versions(run: DataRows) -> Iterator[DataFinding]:
     if is_whole and np.ptp(engine) == 0 and np.ptp(trainer) >= MIN_STOPPED:
         numbers, behind = {"version": int(engine[0]), "latest": int(trainer.max())}, data.updates_behind > 0
         yield from run.find(_NEVER_UPDATED, behind, sample=run.sample, notice=True, **numbers)
+    versions, keys = run.sample.a.versions.filled(-1)[data.seq], run.sample.token_keys[data.keep]
+    temperature = np.nan_to_num(run.sample.settings["temperature"])[data.seq]
+    one, two = neighbours(np.lexsort((versions, keys, temperature)), keys, temperature)
+    again = (versions[one] >= 0) & (versions[one] < versions[two]) & (data.rest[one] > MIN_REST)
+    one, two, known = one[again], two[again], np.unique(run.sample.steps)
+    is_known = len(one) >= MIN_REPEATS and len(np.unique(versions[two])) > 1 and not advantages.is_16_bit(data.a)
+    if is_known and np.array_equal(data.a[one], data.a[two]):
+        numbers = {"num_tokens": len(one), "version": int(versions[one].min()), "latest": int(versions[two].max())}
+        yield from run.find(_UNCHANGED, known >= 0, known, **numbers)
 
 
 def _has_restarted(side: PassSample, steps: np.ndarray) -> bool:
@@ -944,7 +955,7 @@ _RATIO_IS_ONE = data_fault("ratio_is_one", "the importance ratio is 1 by constru
     "dtypes": "{a} was computed in {dtypes_a}, {b} in {dtypes_b}",
     "clipped": "clipping has no effect, which is correct only with one update per batch",
 })  # fmt: skip
-_REFERENCE_IS_POLICY = data_fault("reference_is_policy", "the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP)  # fmt: skip
+_REFERENCE_IS_POLICY = data_fault("reference_is_policy", "the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP, hidden_by=("weights_unchanged",))  # fmt: skip
 
 
 def _ratios(run: DataRows) -> Iterator[DataFinding]:

@@ -2008,6 +2008,18 @@ def test_an_end_token_appended_to_truncated_responses_was_not_sampled(tmp_path):
     assert (found.code, found.title) == ("mask", title)
 
 
+@pytest.mark.parametrize(("share", "code"), [(0.5, "mask"), (1.0, "lengths")])
+def test_end_tokens_without_engine_logprobs_were_appended_if_others_have_one(tmp_path, share, code):
+    def columns(step, number):
+        step.responses = [np.array([*row[row != END][:6], END]) for row in step.responses]
+        return {"response_ids": [row.tolist() for row in step.responses], "finish_reason": ["stop"] * len(step.responses)}
+
+    rows = iter(np.random.default_rng(0).random(10_000))
+    passes = partial(scored_by_both, left_out=lambda row: next(rows) < share)
+    (found, *_) = check(write(tmp_path / "run", columns=columns, passes=passes)).findings
+    assert found.code == code
+
+
 OVERLONG = {
     "reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 8, "data.max_response_length": 12,
 }  # fmt: skip
@@ -2743,6 +2755,9 @@ WEIGHTS = {
     "the engine is never updated": (
         of_weights((initial, lambda n: n), rollout=initial), "engine_never_updated", 2, "policy version 1",
     ),
+    "no update changes the weights": (
+        of_weights(rollout=initial, train=initial, reference=initial), "weights_unchanged", None, "grows from 1 to 16",
+    ),
 }  # fmt: skip
 
 
@@ -2751,7 +2766,7 @@ def test_weights_that_are_not_as_recorded_show_in_prompts_that_come_again(tmp_pa
     run, code, since, text = WEIGHTS[kind]
     checked = check(write(tmp_path / "trace", **run))
     (found,) = checked.data
-    assert (found.code, found.is_notice, checked.is_valid) == (code, True, True)
+    assert (found.code, found.is_notice, checked.is_valid) == (code, code != "weights_unchanged", True)
     assert text in data_text(found)
     assert since is None or abs(found.since - since) <= 1
     assert (checked.findings[0].signal == "policy_versions") == (code == "engine_never_updated")

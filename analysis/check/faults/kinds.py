@@ -543,10 +543,9 @@ _REPLAYS = re.compile(r"rout\w*_?replay|replay_?rout|return_routed_experts", re.
 
 def routing_replay(data: PairData) -> str:
     """Return the recorded setting by which the trainer uses the engine's expert choices, or an empty string."""
-    given = {**data.contract("b"), **data.contract("a")}
-    return next(
-        (name for name, value in given.items() if _REPLAYS.search(name) and value not in (None, False, "disabled")), ""
-    )
+    given = {**data.settings, **data.contract("b"), **data.contract("a")}
+    off = (None, False, "disabled", "False", "false")
+    return next((name for name, value in given.items() if _REPLAYS.search(name) and value not in off), "")
 
 
 def _grew(data: PairData) -> bool:
