@@ -2012,7 +2012,10 @@ def test_an_end_token_appended_to_truncated_responses_was_not_sampled(tmp_path):
 def test_end_tokens_without_engine_logprobs_were_appended_if_others_have_one(tmp_path, share, code):
     def columns(step, number):
         step.responses = [np.array([*row[row != END][:6], END]) for row in step.responses]
-        return {"response_ids": [row.tolist() for row in step.responses], "finish_reason": ["stop"] * len(step.responses)}
+        return {
+            "response_ids": [row.tolist() for row in step.responses],
+            "finish_reason": ["stop"] * len(step.responses),
+        }
 
     rows = iter(np.random.default_rng(0).random(10_000))
     passes = partial(scored_by_both, left_out=lambda row: next(rows) < share)

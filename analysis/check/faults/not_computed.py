@@ -61,7 +61,11 @@ _CLAUSES: Mapping[str, Mapping[Any, str]] = {
 
 def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
     at = _PLACES.get(numbers["place"], "at the {place} of {num_sequences:,} of {of_sequences:,} sequences")
-    after = "after responses that were truncated" if numbers.get("are_truncated") else "which has a logprob at the end of others"
+    after = (
+        "after responses that were truncated"
+        if numbers.get("are_truncated")
+        else "which has a logprob at the end of others"
+    )
     ids = f", all with id {numbers['token_id']}, {after}" if "token_id" in numbers else ""
     return {"at": at.format_map(numbers), "ids_text": ids}
 
