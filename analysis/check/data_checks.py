@@ -1251,12 +1251,12 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
         r, *others = (each - mean_of(at[chosen], each) for each in values)
         is_known = len(chosen) >= 40 and np.ptp(r) > 0
         error = 4 / max(len(chosen), 1) ** 0.5
-        return (max((pearson(each, r) for each in others), key=abs) if is_known else np.nan), error
+        return (max(np.nan_to_num([pearson(each, r) for each in others]), key=abs) if is_known else np.nan), error
 
     is_short = length < np.maximum.reduceat(length, np.unique(at, return_index=True)[1])[at]
     for part, early in {"shorter": is_short, "truncated": run.ended == "length"}.items():
         (here, error), (rest, _) = related(known & early), related(known & ~early)
-        if abs(here) < error < 0.25 and rest > max(0.8, 4 * abs(here)):
+        if abs(here) < error < 0.4 and rest > max(0.8, 4 * abs(here)):
             numbers: dict[str, Any] = {"correlation": here, "error": error, "scope": "step", "part": part, "rest": rest}
             yield from run.find(advantages.UNRELATED, known & early, notice=True, **numbers)
             return

@@ -402,6 +402,12 @@ def credited(reward, number, noise=0.1):
     ]
 
 
+def decaying(reward, number):
+    """Discounted returns without a critic."""
+    lengths = lengths_of(number)
+    return [(value - 0.5) * 0.95 ** np.arange(length)[::-1] for value, length in zip(reward, lengths, strict=True)]
+
+
 def truncated_only(reward, number):
     """Rewards of the longest rows, 0 for the others, as if those of shorter rows stood on padding."""
     return reward * (lengths_of(number) == lengths_of(number).max())
@@ -800,6 +806,7 @@ FAULTS = {
     "ten times the KL penalty": ("kl_penalty_wrong", None, {**DECLARED_KL, "advantage": lambda r, n: grpo(r - penalties_of(n, 1.0))}),
     "token advantages without the reward": ("advantages_unrelated", None, {"advantage": lambda r, n: credited(0 * r, n)}),
     "token advantages without the reward of short rows": ("advantages_unrelated", None, {"advantage": lambda r, n: credited(truncated_only(r, n), n)}),
+    "decaying token advantages without the reward of short rows": ("advantages_unrelated", None, {"advantage": lambda r, n: decaying(truncated_only(r, n), n)}),
     "token advantages of the next row's reward": ("rewards_of_other_rows", None, {"advantage": credited, "recorded": roll(1)}),
     "distillation of the other sign": ("advantages_of_pass", None, {"advantage": lambda r, n: of_teacher(n, 1.0), "passes": of_returns}),
     "distillation of the previous token": ("advantages_of_pass", None, {"advantage": lambda r, n: of_teacher(n, lag=1), "passes": of_returns}),
@@ -828,6 +835,7 @@ NOTICES = (
     "an averaged KL penalty",
     "ten times the KL penalty",
     "token advantages without the reward",
+    "decaying token advantages without the reward of short rows",
     "token advantages without the reward of short rows",
     "normalised within parts of rows",
     "a rank's deviation",
