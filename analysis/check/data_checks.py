@@ -847,7 +847,7 @@ _VERSIONS_WRONG = data_fault("versions_wrong", "{name}'s policy versions do not 
 })  # fmt: skip
 _NEVER_UPDATED = data_fault("engine_never_updated", "the engine's policy version never grows", "all {num:,} rows inspected after the first update were sampled with policy version {version}, while the trainer's grows to {latest}: the data were sampled beforehand, the trainer's weights never reach the engine, or nothing increments its version", BY_VERSION)  # fmt: skip
 
-_UNCHANGED = data_fault("weights_unchanged", "the trainer's weights never change", "the policy version grows from {version} to {latest}, but train gives all {num_tokens:,} tokens that occur again at a later version, with the same prefix, bitwise the same logprobs, so no update changes the weights: the optimizer may have no parameters or the wrong ones, or the learning rate may be 0", BY_VERSION)  # fmt: skip
+_UNCHANGED = data_fault("weights_unchanged", "the trainer's weights never change", "the policy version grows from {version} to {latest}, but train gives all {num_tokens:,} tokens that occur again at a later version, with the same prefix, bitwise the same logprobs, so no update changes the weights: the optimizer may have no parameters or the wrong ones, or the learning rate may be 0", BY_VERSION, hidden_by=("not_finite",))  # fmt: skip
 
 
 def _versions(run: DataRows) -> Iterator[DataFinding]:

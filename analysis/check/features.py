@@ -504,7 +504,9 @@ MAX_DISTANCE = 4.0
 MAX_REASONS = 3
 _USUAL = "rounding in {dtypes} usually causes at most {allowed:.2g} nats"
 SIZE = f"the logits differ by {{level:.2g}} nats rms; {_USUAL}"
-SIZE_AND_PLACE = f"The logits differ by {{level:.2g}} nats rms{{since_text}}; {_USUAL}{{reason_text}}{{where_text}}"
+SIZE_AND_PLACE = (
+    f"The logits differ by {{up_to}}{{level:.2g}} nats rms{{since_text}}; {_USUAL}{{reason_text}}{{where_text}}"
+)
 
 
 class Model(NamedTuple):
@@ -572,9 +574,9 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
         rows = f"{numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
         where = f"; the affected tokens, {where_text(numbers)}, are in {rows} and have {times_text(numbers['ratio'])} times the mismatch of the rest"
     return {
-        "dtypes": dtypes_text(numbers),
+        "dtypes": dtypes_text(numbers), "up_to": "" if since is None else "up to ",
         "reason_text": "".join(f"; {each}" for each in dict.fromkeys(said)), "where_text": where,
-        "since_text": "" if since is None else f", starting at step {since}",
+        "since_text": "" if since is None else f" at a single step, from step {since} on",
     }  # fmt: skip
 
 

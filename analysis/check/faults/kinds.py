@@ -109,8 +109,9 @@ def find_versions(data: PairData) -> list[Finding]:
     if not inside.any() or features.wrong_versions(data):
         return []
     fresh = data.within(~inside)
-    if fresh.num_kept >= FEW_TOKENS and level(fresh) > max(allowed_noise(fresh), level(data.within(inside)) / 2):
-        return []  # the mismatch is about as large where both sides used the same policy version
+    usual = level(fresh) if fresh.num_kept >= FEW_TOKENS else allowed_noise(data) / 2
+    if level(data.within(inside)) < 2 * usual:
+        return []  # the mismatch is about as large as where both sides used the same policy version, or as rounding
     lag = int(np.median(data.updates_behind[np.unique(data.seq[inside])]))
     numbers = features.counts(data, inside) | {"cause": "stale_weights", "side": data.names["b" if lag > 0 else "a"]}
     numbers |= {"of_sequences": data.sample.num_sequences, "updates_behind": abs(lag)}
@@ -614,10 +615,12 @@ def _finding(
         numbers["rms_elsewhere"] = data.rms(~place.inside)
     if kind == "weights":
         if _grew(data):
-            numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
+            steps = data.sample.steps[data.seq]
+            most = max(level(data.within(steps == step)) for step in np.unique(steps[steps >= grown.since]))
+            numbers |= {"since": grown.since, "first": grown.first, "later": grown.later, "level": most}
             # In six rebuilt bug reports (not blind), it fades by at most a sixth, but by a third with older weights in a
             # prefix cache.
-            fall, certainty = features.fades(data, data.sample.steps[data.seq] >= grown.since)
+            fall, certainty = features.fades(data, steps >= grown.since)
             if fall > 0.3 and certainty > 4:
                 numbers["cause"] = "early"
         along = features.along_movement(data) if numbers["cause"] != "early" else 0.0
@@ -867,13 +870,21 @@ UNEXPLAINED = Fault(code="unexplained", title="some tokens differ by more than r
 def rounding(data: PairData) -> Finding:
     allowed, found = allowed_noise(data), level(data)
     is_high, settings = found > allowed, unusual_settings(data) if found > allowed / 2 else ""
-    return ROUNDING.finding(
-        data, "rounding", next=_triangulation(data) if is_high else NOTHING,
-        numbers={
-            "cause": "high" if is_high else None, "level": found, "allowed": allowed, "most": MAX_EXCESS * allowed,
-            **data.names, **coarsest(data), **({"settings": settings} if settings else {}),
-        },
-    )  # fmt: skip
+    next, lag = _triangulation(data) if is_high else NOTHING, data.updates_behind
+    numbers: dict[str, Number] = {"cause": "high" if is_high else None, "level": found, "allowed": allowed}
+    numbers |= {"most": MAX_EXCESS * allowed, **data.names, **coarsest(data)} | (
+        {"settings": settings} if settings else {}
+    )
+    if lag.any():
+        numbers |= {"lagging": int((lag != 0).sum()), "lag": int(np.median(lag[lag != 0]))}
+        last = np.flatnonzero(lag)[-1]
+        if data.has_weights and not is_high:
+            version, step = (
+                min(int(each.versions[last]) for each in (data.sample.a, data.sample.b)),
+                int(data.sample.steps[last]),
+            )
+            next = commands.arms(data, f"--arm weights-version={version}", step)
+    return ROUNDING.finding(data, "rounding", next=next, numbers=numbers)
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:
