@@ -876,7 +876,7 @@ def rounding(data: PairData) -> Finding:
         {"settings": settings} if settings else {}
     )
     if lag.any():
-        numbers |= {"lagging": int((lag != 0).sum()), "lag": int(np.median(lag[lag != 0]))}
+        numbers |= {"lagging": int((lag != 0).sum()), "versions_apart": int(np.median(np.abs(lag[lag != 0])))}
         last = np.flatnonzero(lag)[-1]
         if data.has_weights and not is_high:
             version, step = (
