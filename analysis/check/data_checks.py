@@ -559,7 +559,7 @@ def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     if (setting := run.switched_on(_MASKS_CUT)) and cut.sum() >= _SEVERAL:
         yield cut, {"setting": setting, "shown": "truncated", "num": int(cut.sum())}
     setting = run.switched_on(_FILTER)
-    if not setting or run.setting(r"filter_groups[./]metric$", r"^(?!.*(reward|score))"):
+    if not setting or run.setting(r"filter_groups[./]metric$", r"^(?!.*(reward|score|acc))"):
         return
     # If rewards are equal but advantages are not 0, only a part of the group was recorded, or the reward was adjusted.
     cell, reward = run.cell, run.reward
@@ -839,7 +839,10 @@ def _replaced_reference(run: DataRows, name: str, data: PairData) -> Iterator[Da
 
 _SAMPLING_CONTRADICTS = data_fault("sampling_contradicts", "the samples contradict a recorded sampling setting", {
     "temperature": "temperature = {temperature:g} is recorded, but logprob + entropy averages {mean:.2g} nats instead of 0: {is_below_1} a filter that was not recorded, unless likely responses were selected",
-    "top_p": "top_p = {top_p:g} is recorded, but it would have left out {left_out:.1%} of the tokens, judging by their logprobs and entropies",
+    **{
+        name: f"{name} = {{{name}:g}} is recorded, but it would have left out {{left_out:.1%}} of the tokens, judging by their logprobs and entropies"
+        for name in ("top_p", "min_p")
+    },
 }, token_checks.ENTROPIES.replace("{name}", "train"), is_below_1={True: "neither pass applies it, or sampling applied", False: "sampling applied a lower one or"})  # fmt: skip
 _VERSIONS_WRONG = data_fault("versions_wrong", "{name}'s policy versions do not match its weights", "for the same tokens with the same prefix, {name}'s logprobs differ by {size:.2g} nats from those of the same policy version at earlier steps (median, in the logit, over {num_tokens:,} repeated tokens), so {has_restarted}", BY_VERSION, has_restarted={
     True: "the version restarted, as after a resume, so it no longer identifies the weights",
