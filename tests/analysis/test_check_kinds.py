@@ -290,13 +290,13 @@ def test_a_trainer_that_is_wrong_from_the_first_step_is_no_fault_of_the_engine(t
     assert found.signal != "reference"
 
 
-def with_part(path, part, curve=lambda logits: logits):
+def with_part(path, part, curve=lambda logits: logits, steps=8):
     """A run whose engine applies `part` of each update, and whose trainer computes a `curve` of its logits."""
     trainer = engine = table()
     with Recorder(path) as recorder:
         for name, contract in BOTH_FP32.items():
             recorder.add_contract(name, contract)
-        for number in range(1, 9):
+        for number in range(1, steps + 1):
             step = sample(engine, 100 + number, in_group=8, longest=30)
             step.prompts = [np.full(4, row // 8) for row in range(len(step.prompts))]
             batch = recorder.add_sequences(

@@ -787,6 +787,7 @@ FAULTS = {
     "one batch again and again": ("batch_repeats", 2, {"columns": lambda step, n: {"response_ids": [row.tolist() for row in sample(table(), 101, groups=GROUPS, in_group=IN_GROUP, longest=12).responses], "prompt_ids": [row.tolist() for row in sample(table(), 101, groups=GROUPS, in_group=IN_GROUP, longest=12).prompts]}, "reward": lambda step, n, draw: binary(step, 1, np.random.default_rng(1)), "passes": of_first_step}),
     "zero rewards from 5": ("rewards_constant", 5, {"reward": lambda step, n, draw: binary(step, n, draw) * (n < 5)}),
     "rewards by prompt": ("rewards_by_prompt", None, {"reward": lambda step, n, draw: graded(step, n, draw)[GROUP * IN_GROUP]}),
+    "masks without the first token of short rows": ("mask_cuts", None, {"columns": lambda step, n: {"response_mask": [np.arange(len(row)) >= (1 < len(row) < 6) for row in step.responses]}}),
     "masks that begin late": ("mask_cuts", None, {"columns": lambda step, n: {"response_mask": [np.arange(len(row)) >= 3 for row in step.responses]}}),
     "advantages set to 0": ("advantages_mixed", None, {"advantage": lambda r, n: np.where(np.arange(len(r)) % IN_GROUP < 5, 0.0, grpo(r)), "reward": graded}),
     "advantages of the previous step": ("rewards_of_other_rows", 2, {"advantage": lambda r, n: grpo(binary(None, max(n - 1, 1), np.random.default_rng(max(n - 1, 1))))}),
@@ -992,6 +993,18 @@ def at_temperature(temperature, of_entropy, **more):
         recorder.add_scores("train", batch, logprobs=step.scored(), entropy=unscaled.entropies())
 
     return {"passes": passes, "columns": lambda step, n: {"temperature": temperature, **more}, "reward": graded}
+
+
+def test_entropies_of_certain_tokens_may_be_rounded(tmp_path):
+    def passes(recorder, batch, step, number):
+        step.logits = step.logits * 40
+        scored = step.scored()
+        entropy = [np.maximum(row, 1e-9) for row in step.entropies()]
+        assert np.mean(np.concatenate(scored) == 0) > 0.1
+        recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+        recorder.add_scores("train", batch, logprobs=scored, entropy=entropy)
+
+    assert "entropies_lost" not in [found.code for found in findings(write(tmp_path / "run", passes=passes))]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
@@ -2666,7 +2679,17 @@ def sampled_with(process, sharpness=2.5, given=lambda logits: logits, **recorded
     return {"columns": columns, "longest": 30}
 
 
+def min_p(rows, share):
+    """Logits of what min_p sampling keeps; the others are far below."""
+    return np.where(rows >= rows.max(axis=-1, keepdims=True) + np.log(share), rows, -1e9)
+
+
 SAMPLING = {
+    "no min_p": (sampled_with(lambda rows: rows, temperature=1.0, min_p=0.1), "min_p = 0.1 is recorded"),
+    "min_p": (sampled_with(partial(min_p, share=0.1), temperature=1.0, min_p=0.1), ""),
+    "renormalised after min_p": (
+        sampled_with(partial(min_p, share=0.1), 2.5, partial(min_p, share=0.1), temperature=1.0, min_p=0.1), "",
+    ),
     "no temperature": (sampled_with(lambda rows: rows / 0.7, temperature=0.7), "temperature = 0.7 is recorded"),
     "nearly greedy": (sampled_with(lambda rows: rows * 8, temperature=1.0), "a lower one or a filter"),
     "no filter": (sampled_with(lambda rows: rows, 5.0, temperature=1.0, top_p=0.5), "top_p = 0.5 is recorded"),
