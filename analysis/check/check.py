@@ -611,7 +611,7 @@ def _left(data: PairData) -> list[Finding]:
 def _state(data: PairData) -> list[Finding]:
     if kinds.weights_agree(data):
         return [kinds.equal_weights(data)]
-    for find in (kinds.find_after_update, kinds.find_frozen, kinds.find_earlier_growth):
+    for find in (kinds.find_same_weights, kinds.find_after_update, kinds.find_frozen, kinds.find_earlier_growth):
         if found := find(data):
             return found
     return kinds.find_kinds(data)

@@ -243,6 +243,39 @@ def _part_followed(own: np.ndarray, others: np.ndarray, steps: np.ndarray) -> fl
     return part if part < 1 / 3 else 0.0
 
 
+class SameWeights(NamedTuple):
+    lag: int
+    """Number of steps by which pass b's weights are behind pass a's. Negative if they are ahead."""
+    tokens: int
+    apart: float
+    """Median difference of the passes' logits (nats) for the same tokens, `lag` steps apart."""
+    own: float
+    """The same at the same step."""
+
+
+@once
+def same_weights(data: PairData) -> SameWeights | None:
+    """Return the lag, up to three steps, at which the passes agree about tokens with the same prefix although they differ
+    at the same step, and although these tokens' logprobs change from step to step. None without at least five such tokens."""
+    steps, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
+    key = np.unique(data.sample.token_keys[data.keep], return_inverse=True)[1] * (len(steps) + 6) + 3
+    a, b, allowed = log_odds(data.a), log_odds(data.b), allowed_noise(data)
+    known, first = np.unique(key + step, return_index=True)
+    first = first[np.abs(a - b)[first] > 2 * allowed] if len(first) else first
+    for lag in (1, -1, 2, -2, 3, -3):
+        place = np.minimum(np.searchsorted(known, key[first] + step[first] + lag), len(known) - 1)
+        one, other = first, np.unique(key + step, return_index=True)[1][place]
+        there = known[place] == key[one] + step[one] + lag
+        one, other = one[there], other[there]
+        apart, own, moved = np.abs(a[one] - b[other]), np.abs(a[one] - b[one]), np.abs(a[one] - a[other])
+        if len(one) < 5 or np.quantile(apart, 0.9) > allowed:
+            continue
+        middle = float(np.median(apart))
+        if 10 * middle < min(np.median(own), np.median(moved)):
+            return SameWeights(lag, len(one), middle, float(np.median(own)))
+    return None
+
+
 class Movement(NamedTuple):
     since: int
     """First step at which logprobs differ from earlier ones of the same tokens."""
