@@ -249,8 +249,8 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     # A forced prefix is the same in all rows, so tokens that vary between rows were sampled.
     is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, rows.sum() / 10)
     # Frameworks mask long beginnings of some rows, such as those sampled by older policies, but not their first token alone.
-    least = sample.num_sequences / (20 if cut.sum() == rows.sum() else 2)
-    if is_sampled and rows.sum() > max(3, least):
+    fewest = sample.num_sequences / (20 if cut.sum() == rows.sum() else 2)
+    if is_sampled and rows.sum() > max(3, fewest):
         yield from of_cut(rows, "beginning", int(cut.sum()))
     # A tool's tokens are unlikely: the mean of logprob + entropy is 0 only where tokens were sampled.
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), None)

@@ -499,13 +499,13 @@ def find_parts(data: PairData) -> list[Hypothesis]:
     if (later[1:] > later[:-1])[begins].mean() > 0.5:
         return []  # the turns say more
     steps = data.sample.steps[data.seq]
-    begins_later = inside[steps == steps.min()].mean() <= inside.mean() / 5
-    if begins_later:
+    is_of_weights = inside[steps == steps.min()].mean() <= inside.mean() / 5 and abs(features.along_movement(data)) > 4
+    if is_of_weights:
         numbers["cause"] = "older" if are_first else "newer"
     else:
         numbers["cause"] = "beginnings" if are_first else "ends"
     finding = ONSET.finding(data, "in_rows", inside, next=commands.far_tokens(data), numbers=numbers)
-    return [located(data, replace(finding, side="recording") if begins_later else finding, inside, cost)]
+    return [located(data, replace(finding, side="recording") if is_of_weights else finding, inside, cost)]
 
 
 def _other_context(data: PairData, place: Where) -> Hypothesis | None:
