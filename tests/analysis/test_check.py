@@ -421,7 +421,7 @@ def test_policy_versions_that_differ_are_said(tmp_path):
         batch = recorder.add_sequences(
             step=1, prompt_ids=[p.tolist() for p in step.prompts], response_ids=[r.tolist() for r in step.responses]
         )
-        recorder.add_scores("rollout", batch, logprobs=step.scored(moved(step.logits, 1, 0.01)), policy_version=4)
+        recorder.add_scores("rollout", batch, logprobs=step.scored(moved(step.logits, 1, 0.3)), policy_version=4)
         recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=6)
     first = check(tmp_path / "trace").findings[0]
     assert (first.code, first.numbers["updates_behind"], first.numbers["side"]) == ("weights_differ", 2, "rollout")

@@ -448,7 +448,7 @@ def test_a_filter_of_both_sides_may_keep_a_token_on_one_alone(tmp_path, top_p, i
         return rows
 
     path = tmp_path / "trace"
-    Recording(rollout=rollout, contracts=BOTH_FP32, columns={"top_p": top_p}).write(path)
+    Recording(rollout=rollout, contracts=BOTH_FP32, sequences=lambda step, number: {"top_p": top_p}).write(path)
     assert check(path).is_valid == is_valid
 
 

@@ -368,7 +368,7 @@ def test_a_model_that_differs_from_the_first_step_on_has_a_setting_that_may_be_i
     found = recorded(tmp_path / "run", change, described=config).findings
     known = [each.numbers["settings"] for each in found if each.signal == "setting"]
     assert known == ([] if settings is None else [settings])
-    assert settings is None or f"has {settings}" in evidence_text(found[0])
+    assert settings is None or f"include {settings}" in evidence_text(found[0])
 
 
 def test_a_run_whose_mask_leaves_out_every_token_is_told_so(tmp_path):

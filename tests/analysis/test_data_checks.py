@@ -1109,7 +1109,7 @@ def test_a_recorded_setting_that_the_rows_contradict_is_reported(tmp_path, kind)
         ({"num_generations": 8, "temperature": 0.6, "val_kwargs.temperature": 1.0, "top_k": -1}, {"temperature": 0.6, "top_k": 0}),
         ({"rollout.temperature": 0.6, "sampler.temperature": 1.0}, {"temperature": 1.0}),
         ({"mask_truncated_completions": False, "algorithm.filter_groups.enable": False}, {"finish_reason": finished}),
-        ({"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"}, {}),
+        ({"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "length"}, {}),
     ],
 )  # fmt: skip
 def test_settings_that_the_rows_follow_are_no_finding(tmp_path, hyperparameters, columns):
