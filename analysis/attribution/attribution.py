@@ -41,7 +41,7 @@ _SIDES = {
 """Suspect -> component to fix, named as in `check`."""
 _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
-    "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
+    "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
 """Evidence code -> component to fix. Such evidence is conclusive because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")

@@ -196,14 +196,11 @@ different one does not show that it still gets any."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""
-_SAME_LOGPROB = 1e-5
-"""Maximum logprob difference between an exact engine and its trainer under the same weights (nats)."""
 _NEAR = 1e-4
 """Tolerance when matching logprobs at a single step (nats), where chance matches are rare."""
 _NEARER = 10.0
 """An engine that rounds its logprobs matches an earlier trainer step if that step's logprob is this many times nearer
 than the trainer's current one."""
-_ASIDE = 3.0
 _MOST_HELD = 5_000_000
 _FEWEST_OF_VERSION = 20
 
@@ -247,11 +244,6 @@ def read_still_engine(rollouts: Rollouts, first: float) -> StillEngine | None:
 class EarlierWeights:
     """Engine logprobs that differ from the trainer's but may match an earlier trainer step for the same prefix."""
 
-    num_pairs: int
-    num_equal: int
-    """Number of prefixes whose engine logprob equals the trainer's at some earlier step."""
-    by_chance: int
-    """Matches expected by chance, measured by matching slightly shifted logprobs."""
     version: int
     """Best matching trainer step, or its distance in steps if `is_distance`. 0 if no step has enough prefixes."""
     is_distance: bool
@@ -260,19 +252,11 @@ class EarlierWeights:
 
     @property
     def values(self) -> dict[str, Measured]:
-        return {
-            "num_openings": self.num_pairs, "num_equal": self.num_equal, "by_chance": self.by_chance,
-            "version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing,
-        }  # fmt: skip
-
-    @property
-    def is_one(self) -> bool:
-        return self.agreement >= t.EARLIER_AGREES
+        return {"version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing}
 
     @property
     def explains(self) -> bool:
-        are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
-        return self.is_one or are_several
+        return self.agreement >= t.EARLIER_AGREES
 
 
 def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | None:
@@ -293,7 +277,6 @@ def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | N
     before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(since[rows], counts)
     apart = sampled[at] - trained[before]
     near = np.maximum(_NEAR, np.abs(sampled - trained)[at] / _NEARER)
-    equal, aside = np.abs(apart) <= _SAME_LOGPROB, np.abs(apart + _ASIDE * _SAME_LOGPROB) <= _SAME_LOGPROB
     version, is_distance, agreement, num = 0, False, 0.0, 0
     for of_distance, key in ((True, step[at] - step[before]), (False, step[before])):
         keys, place = np.unique(key, return_inverse=True)
@@ -306,10 +289,7 @@ def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | N
         best = int(np.where(is_old, off_by, np.inf).argmin() if is_old.any() else share.argmax())
         if share[best] > agreement:
             version, is_distance, agreement, num = int(keys[best]), of_distance, float(share[best]), int(total[best])
-    return EarlierWeights(
-        num_pairs=len(rows), num_equal=len(np.unique(at[equal])), by_chance=len(np.unique(at[aside])), version=version,
-        is_distance=is_distance, agreement=agreement, num_agreeing=num,
-    )  # fmt: skip
+    return EarlierWeights(version=version, is_distance=is_distance, agreement=agreement, num_agreeing=num)
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

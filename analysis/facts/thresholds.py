@@ -17,11 +17,6 @@ fraction was at most 0.14."""
 ROUNDED_AGREES = 0.85
 """EARLIER_AGREES for an engine that rounds differently from the trainer. If only some weights are not synchronised,
 the fraction is at most 0.73."""
-EARLIER_FEWEST = 8
-"""Minimum number of matching prefixes to report that the engine mixes weights from several earlier steps."""
-EARLIER_OVER_CHANCE = 5.0
-"""Minimum ratio of matching prefixes to the number expected by chance that is required to report that the engine mixes
-earlier weights. In collapses with other causes, the ratio is at most 2.3."""
 STILL = 0.5
 """The engine is judged not to receive new weights if at least this fraction of repeated prefixes gets bitwise identical
 engine logprobs. The fraction is about half for an engine updated every second step."""

@@ -104,8 +104,7 @@ def age(facts: Facts, _: Fall) -> Iterator[Fact]:
     elif still is not None:
         yield fact("engine_moves_on", (1 - still.still) * weighs(facts), **still.values)
     if earlier is not None and earlier.explains:
-        of_one = "earlier_weights_at_distance" if earlier.is_distance else "earlier_weights_of_step"
-        code = of_one if earlier.is_one else "earlier_weights_of_several_steps"
+        code = "earlier_weights_at_distance" if earlier.is_distance else "earlier_weights_of_step"
         yield fact(code, weighs(facts), "", "earlier_weights", **earlier.values)
 
 

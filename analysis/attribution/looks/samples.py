@@ -233,7 +233,7 @@ def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
     last = min(int(np.searchsorted(steps, fall.latest, "right")), len(steps) - 2)
     if first < 3 or last <= first:
         return
-    gradient, rows = facts.moves.step("grad_norm"), facts.rollouts
+    rows = facts.rollouts
     shares = {
         "endings_change": other_endings(rows, before),
         "stop_ignored": rows.by_step(rows.goes_on.astype(float)),
@@ -247,11 +247,8 @@ def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
         step, level = int(steps[first + at]), max(float(jumps.max()), 0.0)
         if code != "never_ended":  # a policy that breaks down forgets some of its end tokens, too
             level = math.sqrt(level)
-        # If the gradient norm changed earlier, the policy itself may have learned to end responses differently. The
-        # model weighs such a change separately.
-        is_own = code == "endings_change" and gradient is not None and gradient < step
         values = {"step": step, "share": float(share[first + at]), "before_share": float(usual[at])}
-        yield fact(code, level * nearness(facts, step), "policy" if is_own else "", **values)
+        yield fact(code, level * nearness(facts, step), **values)
 
 
 @strongest
