@@ -50,7 +50,6 @@ EVIDENCE: Mapping[str, str] = {
     "earlier_weights_of_step": "where engine and trainer differ, the engine's logprobs match the trainer's at step {version} for {share:.0%} of {num_agreeing:,} prefixes, so the engine kept those weights",
     "earlier_weights_at_distance": "where engine and trainer differ, for {share:.0%} of {num_agreeing:,} prefixes, the engine's logprobs match those that the trainer had {version} steps earlier",
     "engine_moves_on": "the engine's logprobs changed for {changed} {num_openings:,} repeated prefixes, so its weights do change, on time or late",
-    "mismatch_resets": "mean |d| grows step by step and falls at once from {from_value:.2g} to {to_value:.2g} nats at step {step} ({num} such falls), as when an engine that was behind gets new weights",
     "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so reward and {outcome} measure different things",
     "learning_rate_spike": "from step {step} on, the learning rate reaches {factor:.3g} times its earlier median",
     "learning_rate_beyond": "from step {step} on, the learning rate is up to {factor:.3g} times the declared one",

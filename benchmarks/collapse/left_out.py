@@ -45,7 +45,7 @@ PAIR = ("train", "rollout")
 OWNERS: dict[str, str] = {
     "mismatch": "mismatch_size mismatch_grows_before_fall mismatch_grows_with_fall exact_until check_fails.values check_fails.weights "
     "not_sampled_so engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch",
-    "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows mismatch_resets check_fails.stale "
+    "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows check_fails.stale "
     "engine_parts.behind",
     "optimizer": "learning_rate_spike update_size update_leaps learning_rate gradient_is_equal",
     "reward": "data_fault.reward reward_starts_below rewards_noisy rewards_changed reward_and_relation_move reward_moves_alone reward_hides_fall.with rewards_part",
