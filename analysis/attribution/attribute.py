@@ -169,8 +169,9 @@ def _supposed(
         told = (*table(at), *(() if control is None else table_beside(at, control)[0]))
         suspects = judged(told, ALONE if control is None else BESIDE)
         if facts.new_reward is not None and step == facts.new_reward.step:
-            # The rewards certainly changed at this step, which rules out `unknown`: scale the other probabilities up.
-            named = [one for one in suspects if one.code != "unknown"]
+            # Identical responses to identical prompts certainly get different rewards from this step on, which rules out
+            # other prompts and `unknown`: scale the other probabilities up.
+            named = [one for one in suspects if one.code not in ("unknown", "data")]
             total = sum(one.probability for one in named)
             suspects = tuple(replace(one, probability=one.probability / total) for one in named)
         is_named = control is not None or suspects[0].code != "unknown"

@@ -93,7 +93,7 @@ class SupposedCause:
     """Likely cause of a decline that the rewards do not show. Only an evaluation can confirm that the run got worse."""
 
     suspects: tuple[Suspect, ...]
-    """Most probable first. `unknown` is left out if rewards for identical responses change at `step`."""
+    """Most probable first. `unknown` and `data` are left out if rewards for identical responses change at `step`."""
     step: int
 
 

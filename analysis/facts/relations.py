@@ -124,11 +124,6 @@ class ChangedResponses:
     share_before: float
     """Share with a changed value before the searched steps, or NaN if no response repeats there."""
     length_correlation: float
-    agreement: float = 0.0
-
-    @property
-    def is_rescaled(self) -> bool:
-        return self.agreement > t.SAME_ORDER and abs(self.length_correlation) <= t.LENGTH_EXPLAINS
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -170,5 +165,4 @@ def changed_responses(
     return ChangedResponses(
         step=at, num_responses=int(spans.sum()), share=shares[at], length_correlation=by_length,
         share_before=float(before.mean()) if len(before) else math.nan,
-        agreement=correlation(given[one][spans], given[two][spans]),
     )  # fmt: skip

@@ -38,8 +38,6 @@ MOST = 0.5
 """A reward or reference model counts as changed if at least this fraction of repeated responses gets a new value."""
 REFERENCE_MOVES = 0.05
 """Minimum change in a response's mean reference logprob (nats). bf16 kernels alone cause changes of 0.01."""
-SAME_ORDER = 0.95
-"""Rewards count as merely rescaled if old and new rewards of identical responses have a correlation above this."""
 LENGTH_PAYS = 0.5
 """A reward is flagged as length-dependent if its within-group correlation with length exceeds this."""
 LENGTH_EXPLAINS = 0.8
