@@ -39,7 +39,8 @@ class Facts:
     series: Mapping[str, Series]
     outcomes: tuple[Outcome, ...]
     fall: Fall | None
-    mismatch: of_engine.RunMismatch | None
+    mismatch: float | None
+    """Mean |d| (nats) at the onset of the drop. See read_mismatch_size."""
     checked: CheckResult | None
     database: Database
     pair: Pair
@@ -272,7 +273,7 @@ class Facts:
         return self if fall is None else self.with_fall(fall)
 
     def with_fall(self, fall: Fall) -> Facts:
-        return replace(self, fall=fall, mismatch=of_engine.read_run_mismatch(self.series, fall))
+        return replace(self, fall=fall, mismatch=of_engine.read_mismatch_size(self.series, fall))
 
 
 def read_facts(
@@ -296,7 +297,7 @@ def read_facts(
         notes[-1] = Statement(code="no_tokens", values={"source": mean_abs_d.source})
     return Facts(
         trace=name, series=series, outcomes=outcomes, fall=fall, checked=checked, database=known, pair=pair,
-        mismatch=of_engine.read_run_mismatch(series, fall), settings=read_hyperparameters(known),
+        mismatch=of_engine.read_mismatch_size(series, fall), settings=read_hyperparameters(known),
         notes=tuple(notes), steps_asked=database.steps, later=later,
     )  # fmt: skip
 
@@ -306,7 +307,7 @@ def _mismatch_begins(facts: Facts) -> float:
     if facts.mismatch is None:
         return math.inf
     values = facts.values("mean_abs_d")
-    begun = facts.steps[values >= t.BEGUN * max(facts.mismatch.size, float(np.nanmax(values)) / 10)]
+    begun = facts.steps[values >= t.BEGUN * max(facts.mismatch, float(np.nanmax(values)) / 10)]
     return float(min(begun, default=math.inf))
 
 

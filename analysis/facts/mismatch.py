@@ -137,48 +137,21 @@ def _used_once(database: Database, pair: Pair) -> bool:
 
 
 _WIDTH = 3
-FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "later"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunMismatch:
-    size: float
-    """Mean |d| at the onset of the drop: the median over the preceding tenth of the run or, if larger, the largest
-    median of three steps around the onset. Without a drop, the median over the run."""
-    first: float
-    """Mean |d| at the first step, which precedes all updates if recording began with the run."""
-    settled: float
-    late: float
-
-    @property
-    def begins(self) -> str:
-        """Onset of the mismatch: `from the start`, `with the first updates` (the weights are identical until then), or
-        `later`."""
-        reference = max(self.settled, self.size)
-        if self.first > t.AT_ONCE * reference:
-            return FROM_START
-        return FROM_UPDATES if self.settled > t.AT_ONCE * self.size else LATER
-
-    @property
-    def grows(self) -> bool:
-        return self.late > t.GROWTH * self.settled
-
-
-def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMismatch | None:
+def read_mismatch_size(series: Mapping[str, Series], fall: Fall | None) -> float | None:
+    """Return mean |d| at the onset of the drop: the median over the preceding tenth of the run or, if larger, the
+    largest median of three steps around the onset. Without a drop, return the median over the run."""
     mean_abs_d = series.get("mean_abs_d")
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
     steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
-    n, size = len(values), float(np.median(values))
-    if fall is not None:
-        width = max(n // 10, 3)
-        end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
-        first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
-        size = max(float(np.median(values[end - width : end])), _largest(steps, values, first, last))
-    settled = float(np.median(values[n // 10 : max(n // 2, n // 10 + 1)]))
-    return RunMismatch(
-        size=size, first=float(values[0]), settled=settled, late=float(np.median(values[-max(n // 4, 1) :]))
-    )
+    if fall is None:
+        return float(np.median(values))
+    width = max(len(values) // 10, 3)
+    end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
+    first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
+    return max(float(np.median(values[end - width : end])), _largest(steps, values, first, last))
 
 
 def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:

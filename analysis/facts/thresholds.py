@@ -4,12 +4,6 @@ from __future__ import annotations
 
 AHEAD = 3.0
 """The search for causes starts this many steps before the confidence interval of the drop's onset."""
-AT_ONCE = 0.35
-"""The mismatch counts as present from the start if its first value exceeds this fraction of its later size."""
-GROWTH = 1.6
-"""The mismatch counts as growing if its median over the last quarter of the run is more than this many times its median
-between 10% and 50% of the run."""
-
 EARLIER_AGREES = 0.5
 """Minimum fraction of the engine's prefix logprobs that must match the trainer's at one earlier step, or a fixed
 number of steps earlier, to conclude that the engine uses those weights. In 57 collapses caused by the mismatch, the

@@ -13,7 +13,7 @@ from tim_trace.analysis.attribution.attribution import Attribution, SupposedCaus
 from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.text import attribution_text, verdict_sentence
 from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity, read_moves
-from tim_trace.analysis.facts.mismatch import RunMismatch, StillEngine, read_still_engine
+from tim_trace.analysis.facts.mismatch import StillEngine, read_still_engine
 from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.relations import ChangedResponses, explained_by_length, relation_by_step
 from tim_trace.analysis.facts.rollouts import RepeatedResponses, Rollouts, repeated_responses
@@ -395,7 +395,7 @@ def mismatched(size, *, usual=0.0, apart=0.01, at=30, **given):
     values = level(usual, size, at)
     return facts(
         rollouts=rollouts, series={"mean_abs_d": values},
-        mismatch=RunMismatch(size=size, first=0.0, settled=0.0, late=0.0), **given
+        mismatch=size, **given
     )  # fmt: skip
 
 
@@ -746,7 +746,7 @@ def test_a_supposed_fall_has_its_onset_at_the_step():
         (29, 31),
         33,
     )
-    assert (found.fall.outcome, found.mismatch.size) == ("reward", 0.5)
+    assert (found.fall.outcome, found.mismatch) == ("reward", 0.5)
 
 
 # --- a fall beyond the noise of what was before it --------------------------------------------------------------------

@@ -17,12 +17,12 @@ OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
 
 def weighs(facts: Facts) -> float:
-    return 0.0 if facts.mismatch is None else facts.mismatch.size / (facts.mismatch.size + _USUAL)
+    return 0.0 if facts.mismatch is None else facts.mismatch / (facts.mismatch + _USUAL)
 
 
 def size(facts: Facts, _: Fall) -> Iterator[Fact]:
     if (run := facts.mismatch) is not None:
-        yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
+        yield fact("mismatch_size", of_ratio(run, _USUAL, 30.0), mean_abs_d=run)
 
 
 def rise(facts: Facts, fall: Fall) -> Iterator[Fact]:
@@ -82,7 +82,7 @@ def age(facts: Facts, _: Fall) -> Iterator[Fact]:
 def lag(facts: Facts, _: Fall) -> Iterator[Fact]:
     """Report how many updates the engine lags behind the trainer. A constant lag is normal in asynchronous training."""
     at_fall, usual = declared_lag(facts)
-    values = {"lag": at_fall, "mean_abs_d": facts.mismatch.size if facts.mismatch else 0.0}
+    values = {"lag": at_fall, "mean_abs_d": facts.mismatch or 0.0}
     recorded = facts.values("version_lag")
     if np.isfinite(recorded).any() and not np.nan_to_num(recorded).any():
         yield fact("declared_fresh", 1.0)
