@@ -125,11 +125,7 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        found = rows.repeated_responses(self.since_fall)
-        if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
-            return found
-        later = rows.repeated_responses(self.rollouts.since(self.fall.interval[1]))
-        return later if later.lies_off else found
+        return rows.repeated_responses(self.since_fall)
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:

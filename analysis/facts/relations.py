@@ -55,19 +55,6 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
 
 
-def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
-    overall = correlation(difference, length)
-    _, of_step = np.unique(step, return_inverse=True)
-    x, y = centred(difference, of_step), centred(length.astype(float), of_step)
-    _, spread, by_step = _correlations(x, y, of_step)
-    num = np.bincount(of_step)[spread]
-    weight = (num - 1)[num > 2]
-    if weight.sum() < FEWEST_SPANNING:
-        return overall
-    within = float(np.average(by_step[num > 2], weights=weight))
-    return within if abs(within) > max(abs(overall), t.LENGTH_EXPLAINS_WITHIN) else overall
-
-
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
     """Compare two runs' rewards for identical responses. Return the share of the differences' variance that response
     length explains, and the sign of its effect.
@@ -103,7 +90,7 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
     scale = np.fmax.reduce(np.abs(control.reward), initial=1.0)
     difference, differs = value_differences(run.reward[at_a], control.reward[at_b], scale)
     chosen = np.isfinite(difference) & differs
-    overall = length_correlation(difference[chosen], run.length[at_a][chosen], run.step[at_a][chosen])
+    overall = correlation(difference[chosen], run.length[at_a][chosen])
     is_other = len(differs) > 0 and differs.mean() > t.ALMOST_ALL
     if chosen.sum() > 2 and abs(overall) > (t.LENGTH_EXPLAINS if is_other else t.LENGTH_IS_ALL):
         return overall
@@ -155,14 +142,8 @@ def changed_responses(
     at = max(shares, key=shares.__getitem__)
     spans = (low < at) & (high >= at)
     chosen = spans & differs
-    lengths = rollouts.length[one][chosen]
-    by_length = length_correlation(difference[chosen], lengths, high[chosen])
-    # If a per-token bonus grows by the same amount at every step, the difference is proportional to the length times the
-    # number of steps in between.
-    steadily = correlation(difference[chosen], lengths * (high - low)[chosen])
-    if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
-        by_length = steadily
     return ChangedResponses(
-        step=at, num_responses=int(spans.sum()), share=shares[at], length_correlation=by_length,
+        step=at, num_responses=int(spans.sum()), share=shares[at],
+        length_correlation=correlation(difference[chosen], rollouts.length[one][chosen]),
         share_before=float(before.mean()) if len(before) else math.nan,
     )  # fmt: skip

@@ -38,9 +38,6 @@ LENGTH_EXPLAINS = 0.8
 """Reward differences are attributed to length if their correlation with length exceeds this."""
 LENGTH_IS_ALL = 0.98
 """Replaces LENGTH_EXPLAINS if only some of the rewards differ."""
-LENGTH_EXPLAINS_WITHIN = 0.85
-"""A correlation within steps, or with a length bonus that grows over time, replaces the overall correlation if it
-exceeds both this and the overall correlation."""
 ALMOST_ALL = 0.9
 """Minimum fraction of rewards that must change to conclude that the reward now depends on length."""
 MOVES_SD = 6.0
