@@ -66,6 +66,10 @@ def _answer(database: Database, query: str, unsafe: bool, max_rows: int | None) 
         raise InvalidQuery(f"sql: character {error.start + 1} of the query is not UTF-8; remove it") from None
     words = words_of(query)
     database.define_named(words)
+    if "facts" in words:
+        from .attribution.attribute import facts_table
+
+        database.connection.register("facts", facts_table(database))
     try:
         statements = connection.extract_statements(query)
         if not statements:

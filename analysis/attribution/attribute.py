@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 
 from ...schemas.errors import warn
 from ...schemas.steps import ALL_STEPS
@@ -16,7 +17,7 @@ from ..advice import Advice
 from ..check.check import CheckResult
 from ..facts import thresholds as t
 from ..facts.recorded import GIVEN, read_recorded
-from ..facts.rollouts import Rollouts, other_endings
+from ..facts.rollouts import Rollouts, other_endings, read_prompts
 from ..facts.series import COLLAPSE, Fall, Outcome, shared_values
 from ..statement import Measured, Statement
 from ..statistics.intervals import student_quantile
@@ -33,7 +34,7 @@ from .looks.engine import OF_WEIGHTS, carried
 from .looks.samples import data_faults_since
 from .model import ALONE, BESIDE, judged, shares_prompts, supported, table, table_beside
 from .run_facts import Facts, read_facts
-from .text import DIFFERENCES
+from .text import DIFFERENCES, evidence_sentence
 
 _NUMBERS = ("reward", "grad_norm", "loss")
 """A run cannot recover if any of these series stays NaN or infinite."""
@@ -83,11 +84,22 @@ def explain(
     """Run `attribute` on open databases. Pass `checked` to reuse a `check` result."""
     if control is not None and control.sources[0].store.root == database.sources[0].store.root:
         warn(f"{control.given[0]} is compared with itself, so no difference can be found; pass another run as control")
+    elif control is not None:
+        _check_baseline(database, control)
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
             return _alone(facts)
         return _beside(facts, read_facts(control.of_steps(facts.database.steps), pair, is_control=True))
+
+
+def _check_baseline(database: Database, control: Database) -> None:
+    of_run, of_control = read_prompts(database), read_prompts(control)
+    if of_run and of_control and not of_run & of_control:
+        warn(
+            f"{control.given[0]} shares no prompts with {database.given[0]}; a baseline needs the same seeds and data, apart "
+            "from the cause"
+        )
 
 
 def _alone(facts: Facts) -> Attribution:
@@ -194,6 +206,31 @@ def _attribution(
         facts=tuple(sorted(known, key=lambda one: -abs(one.level))),
         supposed=supposed, not_finite=tuple(sorted(broken, key=lambda each: each.step)), note_codes=tuple(notes),
     )  # fmt: skip
+
+
+_FACTS = (
+    ("run", pa.string()), ("code", pa.string()), ("series", pa.string()), ("step", pa.int64()), ("low", pa.int64()),
+    ("high", pa.int64()), ("before", pa.string()), ("after", pa.string()), ("level", pa.float64()),
+    ("order", pa.string()), ("sentence", pa.string()),
+)  # fmt: skip
+_BEFORE = ("from_value", "before", "before_share", "lag_before", "ratio_before", "distance_before")
+_AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
+
+
+def facts_table(database: Database) -> pa.Table:
+    """Return the rows of the SQL view `facts`, with the strongest facts first within each run."""
+    rows = []
+    for source in database.sources:
+        result = explain(database.reopened(source), ("train", "rollout"))
+        for one in result.facts:
+            before, after = one.value(*_BEFORE), one.value(*_AFTER)
+            rows.append(
+                {"run": source.run, "code": one.code, "level": one.level, "order": one.order(result.fall),
+                 "series": one.value("series"), "sentence": evidence_sentence(one),
+                 "before": None if before is None else str(before), "after": None if after is None else str(after),
+                 **{name: one.value(name) for name in ("step", "low", "high")}}
+            )  # fmt: skip
+    return pa.Table.from_pylist(rows, pa.schema(list(_FACTS)))
 
 
 _FEWEST_STEPS = 3

@@ -68,7 +68,7 @@ def _facts(result: Attribution) -> str:
     for number, one in enumerate(facts):
         line = f"  {abs(one.level):.2f}  {one.order(result.fall) or '':<6}  {evidence_sentence(one)}"
         if sum(map(len, lines)) + len(line) > _MOST_LETTERS:
-            lines.append(f"  and {len(facts) - number} weaker: tim-trace attribute {shlex.quote(result.trace)} --json")
+            lines.append(f"  and {len(facts) - number} weaker: SELECT * FROM facts")
             break
         lines.append(line)
     return "\n".join(lines)

@@ -31,6 +31,9 @@ class Fact(Statement):
             return None
         return "before" if step < fall.interval[0] else "after" if step > fall.latest else "with"
 
+    def value(self, *names: str) -> float | int | str | None:
+        return next((self.values[name] for name in names if name in self.values), None)
+
 
 def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: Measured) -> Fact:
     bounded = 0.0 if math.isnan(level) else float(np.clip(level, -1.0, 1.0))

@@ -37,6 +37,7 @@ FROM (
 {passes}
 ORDER BY s.step, s.place
 """
+_PROMPTS = "SELECT DISTINCT hash(prompt_ids) AS prompt FROM sequences WHERE len(prompt_ids) > 0"
 _END = """
 FROM (
     SELECT response_ids[-1] AS ending, num_response_tokens AS length FROM sequences
@@ -157,6 +158,12 @@ def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Roll
     arrays = {name: array_of(table[name]) for name in table.column_names}
     arrays["group"] = _groups(arrays["group"], arrays["step"])
     return Rollouts(**arrays)
+
+
+def read_prompts(database: Database) -> set[int]:
+    """Return the hashes of the recorded prompts' token ids."""
+    with database.following("reading prompts"):
+        return set(database.connection.execute(_PROMPTS).fetchnumpy()["prompt"].tolist())
 
 
 def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:

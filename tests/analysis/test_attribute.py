@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from shared import rest_slow
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.brief import attribution_brief
 from tim_trace.analysis.attribution.fact import fact
+from tim_trace.analysis.attribution.looks.losses import _policy_losses
 from tim_trace.analysis.attribution.looks.samples import DATA_FAULTS
 from tim_trace.analysis.attribution.model import unexplained
 from tim_trace.analysis.attribution.settings import is_setting
@@ -325,6 +327,32 @@ def test_a_loss_of_logprobs_times_advantages_tells_an_undeclared_coefficient(tmp
     assert all(one.values["coefficient"] == pytest.approx(-actual, rel=0.05) for one in told)
 
 
+@pytest.mark.parametrize("has_advantage", [lambda step: True, lambda step: step % 2, lambda step: False])
+def test_the_policy_loss_is_that_of_the_ratios_inside_the_loss(tmp_path, has_advantage):
+    """A step without advantages has no policy loss."""
+    chance, expected = np.random.default_rng(0), []
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 41):
+            train, now = (-chance.random((4, 3)) for _ in range(2))
+            advantage, ratio = chance.normal(size=(4, 1)), np.exp(now - train)
+            expected.append(-np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage).mean())
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[1]] * 4, response_ids=[[2, 3, 4]] * 4, policy_version=step - 1,
+                advantage=advantage.ravel() if has_advantage(step) else None,
+            )  # fmt: skip
+            recorder.add_scores("train", batch, logprobs=train.tolist())
+            recorder.add_scores("current", batch, logprobs=now.tolist())
+            recorder.add_metrics(step, {"loss": expected[-1]})
+    losses = [(steps, np.asarray(values)) for steps, values in _policy_losses(open_database(tmp_path / "run"))]
+    if any(map(has_advantage, range(1, 41))):
+        assert [len(steps) for steps, _ in losses] == [40] * 3
+        for (_, values), tokens in zip(losses, (1, 1, 3), strict=True):
+            want = [one * tokens if has_advantage(step + 1) else np.nan for step, one in enumerate(expected)]
+            np.testing.assert_allclose(values, want, rtol=1e-5)
+    else:
+        assert not any(np.isfinite(values).any() for _, values in losses)
+
+
 def test_the_value_loss_is_not_the_policy_s(tmp_path):
     story = Story(reward=FALLING, coefficient=level(0.5), entropy=wave, loss_name="value/loss")
     assert not [one for one in attribute(record(tmp_path / "run", story)).facts if one.code.startswith("loss_")]
@@ -479,6 +507,16 @@ def test_a_control_with_other_prompts_is_an_observation(tmp_path):
     found = attribute(run, control=other)
     assert found.kind == "observation"
     assert any("with different prompts" in note for note in note_sentences(found))
+
+
+@pytest.mark.parametrize(("prompts", "is_warned"), [([[8], [9]], True), ([[8], [2]], False), (None, False)])
+def test_a_control_that_recorded_only_other_prompts_is_warned_of(tmp_path, prompts, is_warned):
+    for name, prompt_ids in (("run", [[1], [2]]), ("control", prompts)):
+        with Recorder(tmp_path / name) as recorder:
+            for step in range(1, 5):
+                recorder.add_sequences(step=step, prompt_ids=prompt_ids, response_ids=[[2], [3]], reward=[0.0, 1.0])
+    with pytest.warns(UserWarning, match="shares no prompts with") if is_warned else nullcontext():
+        attribute(tmp_path / "run", control=tmp_path / "control")
 
 
 def test_curves_alone_do_not_show_that_the_policy_stays_nor_have_responses(tmp_path):

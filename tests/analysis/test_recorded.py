@@ -499,18 +499,21 @@ def test_a_brief_has_at_most_4000_tokens(trace):
     found = attribute(trace)
     text = attribution_brief(replace(found, facts=found.facts * 50))
     assert len(text) < 16_000  # four letters a token
-    assert f"weaker: tim-trace attribute {found.trace} --json" in text
+    assert "weaker: SELECT * FROM facts" in text
 
 
-def test_a_run_without_a_drop_has_a_brief(tmp_path):
+def test_a_run_without_a_drop_has_a_brief_and_no_facts(tmp_path):
     run = record(tmp_path / "run", Plan(right=always(0.7)))
     assert "No collapse detected" in tim_trace("attribute", run, "--brief").stdout
+    assert tim_trace("sql", run, "SELECT count(*) AS num FROM facts", "--json").json() == [{"num": 0}]
 
 
-def test_the_json_has_the_facts_strongest_first(trace):
+def test_the_view_and_the_json_have_the_facts_strongest_first(trace):
+    rows = tim_trace("sql", trace, 'SELECT code, step, before, after, "order", sentence FROM facts', "--json").json()
+    (prompts,) = (row for row in rows if row["code"] == "prompts_changed")
+    assert (prompts["step"], prompts["before"], prompts["after"], prompts["order"]) == (50, "4.0", "12.0", "with")
     facts = json.loads(tim_trace("attribute", trace, "--json").stdout)["facts"]
-    (prompts,) = (fact for fact in facts if fact["code"] == "prompts_changed")
-    assert [prompts["values"][name] for name in ("step", "from_value", "to_value")] == [50, 4.0, 12.0]
+    assert [fact["sentence"] for fact in facts] == [row["sentence"] for row in rows]
     levels = [abs(fact["level"]) for fact in facts]
     assert levels == sorted(levels, reverse=True)
 

@@ -12,11 +12,13 @@ from itertools import product
 
 import numpy as np
 
+from ....schemas.loss import CURRENT, PPO, REINFORCE, Loss, read_loss
 from ...facts import thresholds as t
 from ...facts.conditions import LOGGED, is_coefficient, read_conditions
 from ...facts.read_series import read_series
 from ...facts.rollouts import read_rollouts
 from ...facts.series import Fall
+from ...trace.columns import read_hyperparameters, scored_passes
 from ...trace.database import Database, cached
 from ...trace.source import Pair
 from ..fact import Fact, fact, of_ratio
@@ -24,20 +26,44 @@ from ..run_facts import Facts
 from ..settings import suspect_of
 
 _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
+_OF_UPDATES = """
+SELECT step, mean_in_order(by_token, iteration) AS by_token, mean_in_order(by_sequence, iteration) AS by_sequence, mean_in_order(sums, iteration) AS sums
+FROM (
+    SELECT step, iteration, -sum_in_order(list_sum(terms), seq_id) / sum(len(terms)) AS by_token,
+           -mean_in_order(list_avg(terms), seq_id) AS by_sequence, -mean_in_order(list_sum(terms), seq_id) AS sums
+    FROM (
+        SELECT step, seq_id, now.iteration, list_filter(list_transform(now.logprobs, lambda logprob, place: CASE
+            WHEN coalesce(response_mask[place], true)
+            THEN loss_term(
+                clamped_exp(logprob - old.logprobs[place]), coalesce(advantage, advantages[place]), kind := $kind,
+                clip_low := $clip_low, clip_high := $clip_high
+            ) END), lambda term: term IS NOT NULL) AS terms
+        FROM scores AS now
+        JOIN scores AS old USING (run, step, seq_id)
+        JOIN (SELECT run, step, seq_id, response_mask, advantage, advantages FROM sequences)
+        USING (run, step, seq_id)
+        WHERE now."pass" = 'current' AND old."pass" = $denominator AND old.iteration = 0
+    )
+    GROUP BY step, iteration
+)
+GROUP BY step ORDER BY step
+"""
+"""The policy loss per step, averaged over an update's tokens or sequences, and then over updates."""
 
 
 @cached
 def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return steps [S], the names [F] and values [S, F] of the loss terms, and the logged loss [S].
 
-    Each form of the policy term has a column: -mean(advantage) (the loss at an importance ratio of 1), and
-    -mean(advantage * logprob).
+    Each form of the policy term has a column: the PPO or REINFORCE loss, -mean(advantage) (the loss at an importance
+    ratio of 1), and -mean(advantage * logprob).
     """
     series, rows = read_series(database, pair=pair), read_rollouts(database, pair)
     if "loss" not in series:
         return np.empty(0, np.int64), np.empty(0, str), np.empty((0, 0)), np.empty(0)
     distance, of_logprob = rows.likelihood - rows.reference, rows.advantage * rows.likelihood
     terms = [("entropy", series["entropy"].steps, series["entropy"].values)] if "entropy" in series else []
+    terms += [("policy", steps, values) for steps, values in _policy_losses(database)]
     for weights in (None, rows.length):
         terms += [("policy", *rows.by_step(-each, weights)) for each in (rows.advantage, of_logprob)]
         terms.append(("reference", *rows.by_step(distance, weights)))
@@ -57,6 +83,16 @@ def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndar
             known &= np.isfinite(aligned)
     columns_SF = np.column_stack([np.empty((known.sum(), 0)), *(values[known] for _, values in kept)])
     return steps[known], np.array([name for name, _ in kept], str), columns_SF, loss[known]
+
+
+def _policy_losses(database: Database) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the steps and the policy loss for each way of averaging, if the `current` pass was recorded."""
+    loss = read_loss(read_hyperparameters(database)) or Loss()
+    if CURRENT not in scored_passes(database) or loss.denominator == CURRENT or loss.kind not in (PPO, REINFORCE):
+        return
+    given = {"kind": loss.kind, "clip_low": loss.clip_low, "clip_high": loss.clip_high, "denominator": loss.denominator}
+    step, *values = database.connection.execute(_OF_UPDATES, given).fetchnumpy().values()
+    yield from ((step, np.ma.filled(each.astype(float), np.nan)) for each in values)
 
 
 def _choices(names: np.ndarray, usable: np.ndarray) -> Iterator[list[int]]:
