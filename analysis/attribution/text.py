@@ -164,7 +164,7 @@ def verdict_sentence(result: Attribution) -> str:
         cause = f"the most likely cause is {supposed.suspects[0].titled()}, starting at step {supposed.step}"
         return f"{calm}. If an evaluation does show a drop, {cause}."
     fall, step = result.fall, f"step {result.fall.step}{interval_text(*result.fall.interval)}"
-    where = f"{fall.outcome} {fall.verb} from {fall.before:.3g} to {fall.after:.3g}, starting at {step}"
+    where = f"{fall.outcome} {fall.verb} from {fall.before:.3g} to {fall.after:.3g} after {step}"
     if fall.kind == FLAT:
         where = f"Learning stalled: {fall.course} {step}"
     return f"{where}. {f'{broken}. ' if broken else ''}{_cause(result)}"
@@ -173,7 +173,7 @@ def verdict_sentence(result: Attribution) -> str:
 def later_clause(later: Fall | None) -> str:
     if later is None:
         return ""
-    return f"; after the selected steps, {later.outcome} {later.verb} starting at step {later.step}"
+    return f"; after the selected steps, {later.outcome} {later.verb} after step {later.step}"
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
@@ -260,8 +260,15 @@ def _changes(result: Attribution) -> str:
     of_cause = {*named_series(result), result.fall.onset_of if result.fall else ""}
     own = [change for change in result.changes if not change.follows or change.series in of_cause]
     own.sort(key=lambda change: -change.abnormal)
-    lines = ["Changes around the drop, largest first:"]
-    lines += [f"  {change.order:<7} {change_sentence(change)}" for change in own[:_MOST_CHANGES]]
+    lines, onset = (
+        ["Changes around the drop, largest first:"],
+        (result.fall.onset_of, result.fall.step) if result.fall else None,
+    )
+    for change in own[:_MOST_CHANGES]:
+        is_drop = (
+            (change.series, change.step) == onset and not isinstance(change.after, str) and change.after < change.before
+        )
+        lines.append(f"  {change.order:<7} {change_sentence(change, is_drop=is_drop)}")
     if len(own) > _MOST_CHANGES:
         lines.append(f"  and {len(own) - _MOST_CHANGES} more: SELECT * FROM changes")
     followed = [change.series for change in result.changes if change.series not in {one.series for one in own}]

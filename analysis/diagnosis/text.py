@@ -76,7 +76,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         lead, apart = causes[0], fall.step - causes[0].step
         before = f"{apart} {'step' if apart == 1 else 'steps'} before"
         sentence = f"{change_sentence(lead)}, {before if apart > 0 else 'as'} {down}."
-        if fall.kind == FLAT or apart < 0:
+        if fall.kind == FLAT or apart < -1:  # the drop begins after fall.step
             sentence = f"{down}; {change_sentence(lead)}."
     return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution, checked)}"
 

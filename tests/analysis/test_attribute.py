@@ -635,7 +635,7 @@ def test_a_fall_is_told_with_its_interval(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=drops(60, 0.7, 0.1))))
     first, last = found.fall.interval
     assert first <= 60 <= last + 1
-    assert f"starting at step {found.fall.step} (95% CI {first}-{last})" in verdict_sentence(found)
+    assert f"after step {found.fall.step} (95% CI {first}-{last})" in verdict_sentence(found)
 
 
 @pytest.mark.slow
@@ -646,7 +646,7 @@ def test_dynamics_and_attribute_report_one_onset_of_a_fall(tmp_path):
     onset = next(onset.change for onset in moved.onsets if onset.name == "reward")
     assert (onset.step, onset.low, onset.high) == (fall.step, *fall.interval)
     assert any(
-        f", starting at step {fall.step}" in sentence and f"tim-trace attribute {moved.trace}." in sentence
+        f" after step {fall.step}" in sentence and f"tim-trace attribute {moved.trace}." in sentence
         for sentence in summary_sentences(moved)
     )
     assert dynamics(run, steps="1:90").fall == attribute(run, steps="1:90").fall is not None

@@ -70,7 +70,7 @@ PRIOR = Evidence(code="prior", points=2.5)
 
 
 def test_the_verdict_in_words():
-    where = "reward collapses from 0.8 to 0.3, starting at step 60 (95% CI 57-63). "
+    where = "reward collapses from 0.8 to 0.3 after step 60 (95% CI 57-63). "
     told = attribution(suspect("reward", 0.9), suspect("mismatch", 0.01))
     assert verdict_sentence(told) == where + (
         "Most likely cause: noisy or wrong rewards or labels (90%, from this run alone). The mismatch is not the cause."
