@@ -260,14 +260,10 @@ def _changes(result: Attribution) -> str:
     of_cause = {*named_series(result), result.fall.onset_of if result.fall else ""}
     own = [change for change in result.changes if not change.follows or change.series in of_cause]
     own.sort(key=lambda change: -change.abnormal)
-    lines, onset = (
-        ["Changes around the drop, largest first:"],
-        (result.fall.onset_of, result.fall.step) if result.fall else None,
-    )
+    onset = result.fall and (result.fall.onset_of, result.fall.step)
+    lines = ["Changes around the drop, largest first:"]
     for change in own[:_MOST_CHANGES]:
-        is_drop = (
-            (change.series, change.step) == onset and not isinstance(change.after, str) and change.after < change.before
-        )
+        is_drop = onset == (change.series, change.step)
         lines.append(f"  {change.order:<7} {change_sentence(change, is_drop=is_drop)}")
     if len(own) > _MOST_CHANGES:
         lines.append(f"  and {len(own) - _MOST_CHANGES} more: SELECT * FROM changes")
