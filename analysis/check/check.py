@@ -132,13 +132,13 @@ def check(
         if names == (TRAIN, ROLLOUT) and columns.has_versions_of_current(database):
             names = (CURRENT, TRAIN)
         is_default = names == (TRAIN, ROLLOUT)
-        if is_default and ROLLOUT not in columns.num_scored(database) and (unpaired := _unpaired(database, trace)):
-            return unpaired
+        if is_default and ROLLOUT not in columns.num_scored(database) and (found := unpaired(database, trace)):
+            return found
         try:
             data = gather(database, names, trace=os.fspath(trace))
         except NothingToCompare:
-            if is_default and columns.masks_everything(database) and (unpaired := _unpaired(database, trace)):
-                return unpaired
+            if is_default and columns.masks_everything(database) and (found := unpaired(database, trace)):
+                return found
             raise
         return judge(data, ":".join(names), data_findings(database, data.sample))
 
@@ -146,7 +146,7 @@ def check(
 _HAS_REWARDS = "SELECT EXISTS (FROM sequences WHERE reward IS NOT NULL)"
 
 
-def _unpaired(database: Database, trace: str | os.PathLike[str]) -> CheckResult | None:
+def unpaired(database: Database, trace: str | os.PathLike[str]) -> CheckResult | None:
     """Check only rewards, advantages, groups and the reference. None if a trace has none of them."""
     scored = columns.num_scored(database)
     sample = read_sample(database, (TRAIN, ROLLOUT if ROLLOUT in scored else TRAIN), []) if TRAIN in scored else None

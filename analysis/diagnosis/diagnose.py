@@ -14,7 +14,8 @@ from ...replay.arm_option import VLLM
 from ...replay.arms import arm_text, parse_arm
 from ...schemas.documents import Contract
 from ...schemas.modules import has_experts
-from ...schemas.passes import REPLAY_PREFIX
+from ...schemas.errors import NothingToCompare
+from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
@@ -23,7 +24,7 @@ from ..alarms.reading import read_alarms
 from ..attribution.attribute import RECORD, explain
 from ..attribution.attribution import Attribution
 from ..check import commands
-from ..check.check import CheckResult, gather, judge
+from ..check.check import CheckResult, gather, judge, unpaired
 from ..check.data_checks import data_findings
 from ..check.pair_data import PairData, Precision, dtype_of, precisions
 from ..facts.changes import known_run
@@ -125,7 +126,12 @@ def diagnose(
         return _of_scalars(database, names, opened_control, progress)
     with database.telling(progress):
         more = () if database.sums.covers(names) else (SUM_EXP_ABS_D,)
-        data = gather(database, names, trace=database.given[0], sums=(*COUNTS, *OF_DIFFERENCES, *more))
+        try:
+            data = gather(database, names, trace=database.given[0], sums=(*COUNTS, *OF_DIFFERENCES, *more))
+        except NothingToCompare:
+            if names != (TRAIN, ROLLOUT) or (checked := unpaired(database, database.given[0])) is None:
+                raise
+            return _of_scalars(database, names, opened_control, progress, checked)
     checked = judge(data, pair, data_findings(database, data.sample))
     a, b = sides = precisions(data)
     metrics = own_metrics(data)
@@ -151,7 +157,10 @@ def diagnose(
     )  # fmt: skip
 
 
-def _of_scalars(database: Database, pair: Pair, control: Database | None, progress: Progress) -> Diagnosis:
+def _of_scalars(
+    database: Database, pair: Pair, control: Database | None, progress: Progress, checked: CheckResult | None = None
+) -> Diagnosis:
+    """Diagnose a run of which no two passes can be compared. `checked` has the faults of its rewards and data."""
     attribution = explain(database, pair, control=control, progress=progress)
     series, averages = read_series(database, pair=pair), read_averages(database)
     known = {name: figure(name, series, averages) for name in _LOGGED}
@@ -161,7 +170,7 @@ def _of_scalars(database: Database, pair: Pair, control: Database | None, progre
         metrics["rms_d"] = math.sqrt(2 * max(half_square, 0.0))
     figures = tuple(replace(each, fits=True) for each in _figures(metrics, None))
     return Diagnosis(
-        checked=None, attribution=attribution, jumps=_jumps(database, pair), metrics=metrics, figures=figures, replays=(),
+        checked=checked, attribution=attribution, jumps=_jumps(database, pair), metrics=metrics, figures=figures, replays=(),
         numerics=Numerics(passes=pair, declared=(None, None), logits=(None, None), values=(None, None)),
         size=SizeComparison(code="unpublished", own=metrics.get("rms_d", math.nan), coarser=None),
         alarms=read_alarms(database, pair),

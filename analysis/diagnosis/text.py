@@ -56,7 +56,9 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         calm += later_clause(attribution.later)
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
         valid = "no pair of passes to compare"
-        if checked is not None and not checked.is_valid:
+        if checked is not None and not checked.is_compared:
+            valid = ", but ".join([valid, *_data_faults(checked)[:1]])
+        elif checked is not None and not checked.is_valid:
             valid = f"the comparison is not valid: {checked.findings[0].title}"
         elif checked is not None and checked.has_few_tokens:
             valid = f"the comparison cannot be checked: {_few(checked)}"
@@ -76,7 +78,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         lead, apart = causes[0], fall.step - causes[0].step
         before = f"{apart} {'step' if apart == 1 else 'steps'} before"
         sentence = f"{change_sentence(lead)}, {before if apart > 0 else 'as'} {down}."
-        if fall.kind == FLAT or apart < 0:
+        if fall.kind == FLAT or apart < -1:  # the drop begins after fall.step
             sentence = f"{down}; {change_sentence(lead)}."
     return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution, checked)}"
 
@@ -110,7 +112,9 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         first = found.checked.findings[0]
         expected = ", as expected from the recorded settings" if first.is_declared else ""
         validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{expected}"
-        if found.checked.has_few_tokens:
+        if not found.checked.is_compared:
+            validity = f"cannot tell: {first.title}"
+        elif found.checked.has_few_tokens:
             validity = f"cannot tell: {_few(found.checked)}"
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     why = where = note = ""
@@ -183,7 +187,7 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
 
 
 def normal_text(found: Diagnosis) -> str:
-    if found.checked is None:
+    if found.checked is None or not found.checked.is_compared:
         means = ", ".join(f"{name} {value:.3g}" for name, value in found.metrics.items() if name != "rms_d")
         return (
             f"Logged averages: {means}. {_NO_DTYPE[0].upper()}{_NO_DTYPE[1:]}." if means else "No mismatch was logged."

@@ -16,9 +16,9 @@ SUMMARY: Mapping[str, str] = {
     "no_change": "No series changed by {min_sd:g} or more standard deviations. Each is flat or follows a straight line.",
     "moved_first": "{onset} changed first{followers}.",
     "first_undecided": "Could not determine which series changed first: {onsets}.",
-    "fall": "{outcome} {verb} from {before:.3g} to {after:.3g}, starting at step {step}{interval}. Find the cause with "
+    "fall": "{outcome} {verb} from {before:.3g} to {after:.3g} after step {step}{interval}. Find the cause with "
     "tim-trace attribute {trace}.",
-    "later": "After the selected steps, {outcome} {verb} starting at step {step}.",
+    "later": "After the selected steps, {outcome} {verb} after step {step}.",
     "planned_change": "The {name} (a setting, not a measurement) changes at step {steps}.",
     "k3_doubles": "In the last third of the run, k3 doubles every {steps:.3g} steps.",
     "k3_halves": "In the last third of the run, k3 halves every {steps:.3g} steps.",

@@ -137,48 +137,21 @@ def _used_once(database: Database, pair: Pair) -> bool:
 
 
 _WIDTH = 3
-FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "later"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunMismatch:
-    size: float
-    """Mean |d| at the onset of the drop: the median over the preceding tenth of the run or, if larger, the largest
-    median of three steps around the onset. Without a drop, the median over the run."""
-    first: float
-    """Mean |d| at the first step, which precedes all updates if recording began with the run."""
-    settled: float
-    late: float
-
-    @property
-    def begins(self) -> str:
-        """Onset of the mismatch: `from the start`, `with the first updates` (the weights are identical until then), or
-        `later`."""
-        reference = max(self.settled, self.size)
-        if self.first > t.AT_ONCE * reference:
-            return FROM_START
-        return FROM_UPDATES if self.settled > t.AT_ONCE * self.size else LATER
-
-    @property
-    def grows(self) -> bool:
-        return self.late > t.GROWTH * self.settled
-
-
-def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMismatch | None:
+def read_mismatch_size(series: Mapping[str, Series], fall: Fall | None) -> float | None:
+    """Return mean |d| at the onset of the drop: the median over the preceding tenth of the run or, if larger, the
+    largest median of three steps around the onset. Without a drop, return the median over the run."""
     mean_abs_d = series.get("mean_abs_d")
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
     steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
-    n, size = len(values), float(np.median(values))
-    if fall is not None:
-        width = max(n // 10, 3)
-        end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
-        first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
-        size = max(float(np.median(values[end - width : end])), _largest(steps, values, first, last))
-    settled = float(np.median(values[n // 10 : max(n // 2, n // 10 + 1)]))
-    return RunMismatch(
-        size=size, first=float(values[0]), settled=settled, late=float(np.median(values[-max(n // 4, 1) :]))
-    )
+    if fall is None:
+        return float(np.median(values))
+    width = max(len(values) // 10, 3)
+    end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
+    first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
+    return max(float(np.median(values[end - width : end])), _largest(steps, values, first, last))
 
 
 def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:
@@ -196,14 +169,11 @@ different one does not show that it still gets any."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""
-_SAME_LOGPROB = 1e-5
-"""Maximum logprob difference between an exact engine and its trainer under the same weights (nats)."""
 _NEAR = 1e-4
 """Tolerance when matching logprobs at a single step (nats), where chance matches are rare."""
 _NEARER = 10.0
 """An engine that rounds its logprobs matches an earlier trainer step if that step's logprob is this many times nearer
 than the trainer's current one."""
-_ASIDE = 3.0
 _MOST_HELD = 5_000_000
 _FEWEST_OF_VERSION = 20
 
@@ -247,11 +217,6 @@ def read_still_engine(rollouts: Rollouts, first: float) -> StillEngine | None:
 class EarlierWeights:
     """Engine logprobs that differ from the trainer's but may match an earlier trainer step for the same prefix."""
 
-    num_pairs: int
-    num_equal: int
-    """Number of prefixes whose engine logprob equals the trainer's at some earlier step."""
-    by_chance: int
-    """Matches expected by chance, measured by matching slightly shifted logprobs."""
     version: int
     """Best matching trainer step, or its distance in steps if `is_distance`. 0 if no step has enough prefixes."""
     is_distance: bool
@@ -260,19 +225,11 @@ class EarlierWeights:
 
     @property
     def values(self) -> dict[str, Measured]:
-        return {
-            "num_openings": self.num_pairs, "num_equal": self.num_equal, "by_chance": self.by_chance,
-            "version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing,
-        }  # fmt: skip
-
-    @property
-    def is_one(self) -> bool:
-        return self.agreement >= t.EARLIER_AGREES
+        return {"version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing}
 
     @property
     def explains(self) -> bool:
-        are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
-        return self.is_one or are_several
+        return self.agreement >= t.EARLIER_AGREES
 
 
 def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | None:
@@ -293,7 +250,6 @@ def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | N
     before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(since[rows], counts)
     apart = sampled[at] - trained[before]
     near = np.maximum(_NEAR, np.abs(sampled - trained)[at] / _NEARER)
-    equal, aside = np.abs(apart) <= _SAME_LOGPROB, np.abs(apart + _ASIDE * _SAME_LOGPROB) <= _SAME_LOGPROB
     version, is_distance, agreement, num = 0, False, 0.0, 0
     for of_distance, key in ((True, step[at] - step[before]), (False, step[before])):
         keys, place = np.unique(key, return_inverse=True)
@@ -306,10 +262,7 @@ def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | N
         best = int(np.where(is_old, off_by, np.inf).argmin() if is_old.any() else share.argmax())
         if share[best] > agreement:
             version, is_distance, agreement, num = int(keys[best]), of_distance, float(share[best]), int(total[best])
-    return EarlierWeights(
-        num_pairs=len(rows), num_equal=len(np.unique(at[equal])), by_chance=len(np.unique(at[aside])), version=version,
-        is_distance=is_distance, agreement=agreement, num_agreeing=num,
-    )  # fmt: skip
+    return EarlierWeights(version=version, is_distance=is_distance, agreement=agreement, num_agreeing=num)
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

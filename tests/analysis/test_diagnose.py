@@ -171,3 +171,20 @@ def test_nothing_to_compare_is_said(tmp_path):
         recorder.add_sequences(step=1, response_ids=[[1]])
     with pytest.raises(NothingToCompare):
         diagnose(tmp_path / "trace")
+
+
+def test_a_run_without_engine_logprobs_is_diagnosed_by_its_data(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 9):
+            reward = np.arange(16) % 4 + step % 3
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[1, row // 4] for row in range(16)], response_ids=[[2, 3 + row] for row in range(16)],
+                group_ids=[str(row // 4) for row in range(16)], reward=reward, advantage=-(reward - 1.5 - step % 3),
+            )  # fmt: skip
+            recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0 - row / 16] for row in range(16)])
+    found = diagnose(tmp_path / "run")
+    assert str(found).startswith(
+        "No collapse detected; no pair of passes to compare, but advantages have the wrong sign"
+    )
+    assert "valid   cannot tell: no engine logprobs to compare" in str(found)
+    assert "normal  No mismatch was logged." in str(found)

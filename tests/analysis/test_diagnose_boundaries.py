@@ -394,17 +394,17 @@ def test_a_calm_run_is_told_in_one_line():
     [
         (
             [TEMPERATURE, LENGTHS], [suspect("data", 0.9, prompts_changed())],
-            "prompt_length jumps 3-fold at step 60, as reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Most "
+            "prompt_length jumps 3-fold at step 60, as reward drops from 0.8 to 0.3 after step 60 (95% CI 57-63). Most "
             "likely cause: a change in the prompts (90%).",
         ),
         (
             [TEMPERATURE], [suspect("data", 0.4), suspect("reward", 0.3)],
-            "temperature is changed from 1 to 2 at step 57, 3 steps before reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). "
+            "temperature is changed from 1 to 2 at step 57, 3 steps before reward drops from 0.8 to 0.3 after step 60 (95% CI 57-63). "
             "Cause unknown. Most likely of those tested: a change in the prompts (40%); noisy or wrong rewards or labels (30%).",
         ),
         (
             [], [suspect("unknown", 0.9), suspect("reward", 0.1)],
-            "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Cause unknown. Probably none of the causes tested (90%); the likeliest "
+            "reward drops from 0.8 to 0.3 after step 60 (95% CI 57-63). Cause unknown. Probably none of the causes tested (90%); the likeliest "
             "of them is noisy or wrong rewards or labels (10%).",
         ),
     ],
@@ -437,7 +437,7 @@ def test_a_story_says_when_a_mismatch_began_once():
     assert elsewhere.title == FAULTS["subset"]
     cause = Suspect(code="mismatch", detail="subset", probability=0.9, evidence=())
     attribution = attributed(fall=FALL, suspects=[cause])
-    told = "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Most likely cause: training-inference mismatch"
+    told = "reward drops from 0.8 to 0.3 after step 60 (95% CI 57-63). Most likely cause: training-inference mismatch"
     found = diagnosed(attribution=attribution)
     assert story(replace(found, checked=replace(found.checked, findings=(part,)))) == f"{told} (90%)."
     assert story(replace(found, checked=replace(found.checked, findings=(elsewhere,)))) == (

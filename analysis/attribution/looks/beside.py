@@ -58,7 +58,7 @@ def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fa
         return shared_values(facts.series[name], control.series[name]) if both else (np.empty(0),) * 3
 
     if facts.mismatch is not None and control.mismatch is not None:
-        run, other = facts.mismatch.size, control.mismatch.size
+        run, other = facts.mismatch, control.mismatch
         steps, of_run, of_control = shared("mean_abs_d")
         until = steps <= (math.inf if parted is None else parted.step) + t.AHEAD
         level = max(of_ratio(run, other, 30.0), 0.0) * weighs(facts)
