@@ -1409,16 +1409,16 @@ def _replayed(trace: str, results: ReplayedSteps) -> Iterator[str]:
     if results.replayed_pass == ROLLOUT:
         yield "the trace has no `train` pass, so d compares the replay with the engine's logprobs"
     elif broken:
-        from .analysis.replay_text import not_held_reason
+        from .analysis.replay_text import not_reproduced
 
-        yield (
-            f"the recorded bits were not reproduced in {counted(len(broken), 'step')} (first: step {broken[0].step}), because "
-            f"{not_held_reason(str(broken[0].not_held))}. Differences from `train` are not due to the arm alone. "
-            f"Differences from the recording: {'; '.join(broken[0].differs)}"
-        )
+        yield not_reproduced(broken)
     elif any(not result.identity_held for result in results):
         yield "the recorded bits were not reproduced, although the settings and versions match the recorded ones"
-    yield f"next: tim-trace stats {trace} --pair {REPLAY_PREFIX}{results[-1].arm}:{results.replayed_pass} --by step"
+    command = f"stats {trace} --pair {REPLAY_PREFIX}{results[-1].arm}:{results.replayed_pass} --by step"
+    for result in results:
+        if result.fitting_version is not None:
+            command = f"replay {trace} --steps {result.step} --weights-version {result.fitting_version}"
+    yield f"next: tim-trace {command}"
 
 
 def _brought_in(output: str, imported: Imported) -> str:

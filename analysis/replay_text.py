@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from ..replay.backends.trusted import WHY
-from ..replay.results import ReplayedSteps, ReplayPlan, by_arm
+from ..replay.backends.trusted import OTHER_INPUTS, REFUSED, WHY
+from ..replay.results import ReplayedStep, ReplayedSteps, ReplayPlan, by_arm
 from ..schemas.passes import TRAIN
-from .rows import MAIN_COLUMNS, Rows, shown, table, to_text
+from .rows import MAIN_COLUMNS, Rows, counted, shown, table, to_text
 
 if TYPE_CHECKING:
     from ..replay.gradients.results import GradientReport, GradientStep, ModuleGradient
@@ -47,8 +47,40 @@ def not_held_reason(code: str) -> str:
     return WHY[code].format(name="").replace("  ", " ")
 
 
+def not_reproduced(broken: Sequence[ReplayedStep]) -> str:
+    """Say how far the as-recorded replay is from the recording, why, and what that means for the other arms."""
+    first = broken[0]
+    size = "" if first.not_held == REFUSED else f", mean |d| {first.mean_abs_d:.2g}, largest {first.max_abs_d:.2g} nats"
+    parts = [
+        f"the recorded bits were not reproduced in {counted(len(broken), 'step')} (first: step {first.step}{size}), because "
+        f"{not_held_reason(str(first.not_held))}"
+    ]
+    tried = next((step for step in broken if step.tried_versions), first)
+    if tried.fitting_version is not None:
+        parts.append(
+            f"The weights of version {tried.fitting_version} reproduce step {tried.step} (mean |d| "
+            f"{tried.tried_versions[tried.fitting_version]:.2g} nats in its first forward pass), so the recorded policy_version is wrong"
+        )
+    elif first.not_held == OTHER_INPUTS:
+        versions = " and ".join(map(str, tried.tried_versions))
+        parts.append(f"The weights of version {versions} do not reproduce it either" if versions else "")
+        parts.append("Try other weights (--weights-version N) or another temperature (--temperature T)")
+    if first.not_held == OTHER_INPUTS:
+        parts.append("Until this is fixed, no arm can be compared with the recording")
+    elif size:
+        parts.append("Every arm's difference from the recording includes this one")
+    parts.append(f"Differences from the recording: {'; '.join(first.differs)}" if first.differs else "")
+    return ". ".join(filter(None, parts))
+
+
 def replay_text(found: ReplayedSteps, width: int | None = None) -> str:
-    return to_text(table(by_arm(found)), width)
+    arms = by_arm(found)
+    reproduced = (f"{arm.identity_held:,} of {counted(arm.num_steps, 'step')}" for arm in arms)
+    rows = table(arms).without({"identity_held"})
+    return to_text(
+        Rows((*rows.columns, "bits_reproduced"), [(*row, of) for row, of in zip(rows.rows, reproduced, strict=True)]),
+        width,
+    )
 
 
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from math import nan
 from time import perf_counter
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..schemas.documents import differences
-from ..schemas.errors import CannotReplay, InvalidOption, option
+from ..schemas.errors import CannotReplay, InvalidOption, TimTraceError, option
 from ..schemas.lazy import check_arguments
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
@@ -24,7 +24,7 @@ from ..tracer.seal import adopt
 from ..tracer.store import first_line
 from .arm_pass import ArmPass
 from .arms import AS_RECORDED, Arm, check_distinct, parse_arm
-from .backends.trusted import CONDITIONS, REFUSED, UNEXPLAINED, check_scoring
+from .backends.trusted import CONDITIONS, OTHER_INPUTS, REFUSED, UNEXPLAINED, check_scoring
 from .batching import Scored, check_tokens
 from .loaded import LoadedModel, Scorer, device_here, gpus_of_actor, scorer_of
 from .recorded import RecordedRow, RecordedRun, assumed_versions
@@ -262,7 +262,7 @@ class _UnitScorer:
         self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
         self._contract, self._device, self._threads = wanted[0].scorer.contract, device, torch.get_num_threads()
-        self._sample, self._advance = sample, advance
+        self._sample, self._advance, self._has_tried_versions = sample, advance, False
         self._opened: tuple[RecordedRun, LoadedModel, dict[str, tuple[Scorer, ArmPass]]] | None = None
         if advance is not None:
             arms = {entry.scorer.arm.name: (entry.scorer, entry.target) for entry in wanted}
@@ -304,7 +304,13 @@ class _UnitScorer:
                     )
                 )  # fmt: skip
             else:
-                results.append(_step(entry.scorer, step, scored))
+                result = _step(entry.scorer, step, scored)
+                if result.not_held == OTHER_INPUTS and not self._has_tried_versions:
+                    self._has_tried_versions = True
+                    in_forwards = entry.scorer.together(scored.rows, rows)
+                    tried = dict(_tried_versions(entry.scorer, step, in_forwards, loaded))
+                    result = replace(result, tried_versions=tried)
+                results.append(result)
         return results, sum(tokens)
 
     def close(self) -> None:
@@ -373,6 +379,20 @@ def _scored(
     return scored
 
 
+def _tried_versions(
+    scorer: Scorer, step: int, rows: list[RecordedRow], loaded: LoadedModel
+) -> Iterator[tuple[int, float]]:
+    """Yield the neighbouring policy versions, and the mean |d| of the first forward pass with their weights."""
+    first = scorer.first(rows)
+    recorded = first[0].policy_version
+    known = sorted({*scorer.run.weights.versions, recorded})
+    place = known.index(recorded)
+    for other in (*known[max(place - 1, 0) : place], *known[place + 1 : place + 2]):
+        with suppress(TimTraceError, RuntimeError):  # damaged weights must not stop the replay
+            scored = loaded.score(scorer, [replace(row, policy_version=other) for row in first], unheard)
+            yield other, _step(scorer, step, scored).mean_abs_d
+
+
 def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
     pairs = list(zip(scored.rows, scored.logprobs, strict=True))
     recorded = np.concatenate([row.logprobs[row.scored] for row, _ in pairs])
@@ -387,7 +407,12 @@ def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
         if not all(row.composition_known for row in scored.rows):
             differs += ("batch composition was not recorded, so the replay runs one row per forward pass",)
         differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
-        not_held = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
+        if scorer.substitution:
+            not_held = scorer.substitution
+        elif scorer.run.replayed_pass != ROLLOUT and np.abs(d).mean() > scorer.numerics.rounding_nats:
+            not_held = OTHER_INPUTS
+        else:
+            not_held = CONDITIONS if differs else UNEXPLAINED
     return ReplayedStep(
         arm=scorer.arm.name, step=step, num_tokens=len(d), num_equal=int(same.sum()),
         mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0, max_abs_d=float(np.abs(d).max(initial=0.0)),

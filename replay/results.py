@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from math import nan
 
 from ..schemas.passes import TRAIN
@@ -45,7 +45,7 @@ class ReplayPlan(list[ArmPlan], Table):
         return None if None in known else sum(seconds or 0.0 for seconds in known)
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-        names = [field.name for field in fields(ArmPlan)] + ["seconds"]
+        names = [each.name for each in fields(ArmPlan)] + ["seconds"]
         return names, [[getattr(arm, name) for name in names] for arm in self]
 
 
@@ -64,10 +64,20 @@ class ReplayedStep:
     """True if replaying this step as recorded reproduced every bit. Only then is d due to the arm alone."""
     not_held: str | None = None
     """Why the as-recorded replay did not reproduce every bit: `refused` (the recorded setup cannot run here), a code in
-    `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
-    `unexplained`. None if every bit was reproduced."""
+    `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware), `other-inputs`
+    (different weights, tokens or settings: d is larger than rounding) or `unexplained`. None if every bit was
+    reproduced."""
     differs: tuple[str, ...] = ()
     """For the as-recorded arm, the contract fields that differ, or why it cannot run here. Empty if all bits match."""
+    tried_versions: Mapping[int, float] = field(default_factory=dict)
+    """With `other-inputs`, at the first such step: mean |d| (nats) in its first forward pass with the weights of the
+    policy versions before and after the recorded one."""
+
+    @property
+    def fitting_version(self) -> int | None:
+        """The version in `tried_versions` whose weights reproduce the recorded pass, or None."""
+        best = min(self.tried_versions, key=self.tried_versions.__getitem__, default=None)
+        return best if best is not None and self.tried_versions[best] < self.mean_abs_d / 10 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +107,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
     _text = "tim_trace.analysis.replay_text:replay_text"
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-        names = [field.name for field in fields(ReplayedStep)]
+        names = [each.name for each in fields(ReplayedStep)]
         return names, [[getattr(step, name) for name in names] for step in self]
 
 

@@ -33,7 +33,7 @@ KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
     "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
 )  # fmt: skip
 EXPERTS_UNKNOWN = "experts-unknown"
-REFUSED, CONDITIONS, UNEXPLAINED = "refused", "conditions", "unexplained"
+REFUSED, CONDITIONS, UNEXPLAINED, OTHER_INPUTS = "refused", "conditions", "unexplained", "other-inputs"
 WHY = {
     KERNEL_NOT_ALLOWED: "the recorded attention {name} is code from the hub; allow it with --allow-kernel",
     NOT_INSTALLED: "the recorded attention {name} is not installed here, or needs a GPU",
@@ -43,6 +43,8 @@ WHY = {
     REFUSED: "the recorded setup cannot run here",
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
+    OTHER_INPUTS: "the weights, tokens or settings are not those of the recorded pass: hardware and batch shape cannot "
+    "cause a difference this large",
 }
 """Reasons why the recorded bits were not reproduced."""
 ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
