@@ -85,11 +85,9 @@ def replay_text(found: ReplayedSteps, width: int | None = None) -> str:
 
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     found = shown(found)
-    why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
-    held = "held: bitwise equal to the recording" if found.identity_held else f"NOT HELD{why}: see tim-trace replay"
     facts = {
         "reference": found.reference,
-        "identity": held,
+        "identity": _identity(found),
         "steps": f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})",
         "tokens": f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups",
         "mismatch": f"{found.gap_rms:.4g} nats rms (train - rollout)",
@@ -108,10 +106,28 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     return "\n\n".join(parts)
 
 
+def _identity(found: Triangulation) -> str:
+    if found.identity_held:
+        return "held: bitwise equal to the recording"
+    why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
+    size = found.identity_mean_abs_d
+    if size is None:
+        return f"NOT HELD{why}: see tim-trace replay"
+    if size < _NEGLIGIBLE * found.gap_rms:
+        return f"not bitwise, but mean |d| is only {size:.1g} nats, less than {_NEGLIGIBLE:.0%} of the mismatch"
+    return f"NOT HELD, with mean |d| {size:.2g} nats{why}: see tim-trace replay"
+
+
 def triangulation_sentence(found: Triangulation) -> str:
     if found.gap_rms == 0.0:
         return "No mismatch: trainer and engine give every token the same logprob."
-    larger = max(found.sides, key=lambda side: side.share)
+    larger = max(found.sides, key=lambda side: side.share or 0.0)
+    if larger.share is None:
+        errors = " and ".join(f"{side.mean_abs:.2g}" for side in found.sides)
+        return (
+            f"Cannot attribute the mismatch: the reference reproduces neither trainer nor engine (mean |error| {errors} nats, "
+            f"mismatch {found.gap_rms:.2g} nats rms). `tim-trace replay` finds out why."
+        )
     if larger.share < 0.6:
         trainer, engine = (f"{side.share:.0%}" for side in found.sides)
         return f"Both sides account for the mismatch: the trainer for {trainer} of mean squared d, the engine for {engine}."
@@ -162,6 +178,8 @@ def _prediction_parts(predictions: Sequence[Prediction], width: int | None) -> I
     yield "\n".join(fill(line, 80, subsequent_indent="  ") for line in legend)
 
 
+_NEGLIGIBLE = 0.01
+"""A difference below this share of the mismatch cannot change its attribution."""
 _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")
 
 

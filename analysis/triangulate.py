@@ -11,14 +11,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import fsum, nan, sqrt
+from math import fsum, isnan, nan, sqrt
 
 import numpy as np
 
-from ..replay.arms import Arm, parse_arm
+from ..replay.arms import AS_RECORDED, Arm, parse_arm
+from ..replay.backends.trusted import OTHER_INPUTS
 from ..replay.engine import replay_missing
 from ..replay.loaded import gpus_of_actor
+from ..replay.numerics import Numerics
 from ..replay.recorded import RecordedRun
+from ..replay.results import by_arm
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..schemas.results import Result
@@ -47,8 +50,8 @@ class SideErrors:
     mean: float
     mean_abs: float
     rms: float
-    share: float
-    """Share of mean d^2 due to this side's error."""
+    share: float | None
+    """Share of mean d^2 due to this side's error, or None if the reference reproduces neither side."""
     share_low: float | None
     """Lower end of the 95% interval over groups, or None without an interval."""
     share_high: float | None
@@ -78,9 +81,11 @@ class Triangulation(Result):
     """Pearson correlation between the trainer's and the engine's errors."""
     identity_held: bool
     """True if the replay reproduced the recorded bits."""
+    identity_mean_abs_d: float | None
+    """Mean |d| (nats) between the as-recorded replay and the trainer, or None without an as-recorded replay."""
     not_held: str | None
     """Why the recorded bits were not reproduced, as in `ReplayedStep`. None if they were reproduced, or if no replay
-    ran."""
+    ran and rounding explains the difference."""
     arms: Rows
     """One row per arm: the mismatch if the arm's replay replaces the trainer, and the share of mean d^2 that this
     removes."""
@@ -129,17 +134,23 @@ def triangulate(
         database = open_database([run.store.url], ray=ray)
         names = [REPLAY_PREFIX + single.name for single in arms]
         tell_sampled(database, names)
-        errors, num_different = _errors(database, names, chosen, replayed is None, progress)
+        errors, (num_different, sum_abs_d, num_tokens) = _errors(database, names, chosen, replayed is None, progress)
         measured = predicted(run, chosen, remedies, progress, ray=ray, gpus_per_arm=gpus_per_arm)
         predictions = tuple(measured) if remedies else ()
     not_held = None if replayed is None else next((step.not_held for step in replayed if step.not_held), None)
     held = num_different == 0 if replayed is None else not_held is None
-    return replace(_measured(run, chosen, errors, held, not_held), predictions=predictions)
+    mean_abs_d = sum_abs_d / num_tokens if num_tokens else nan
+    if replayed is not None:
+        mean_abs_d = by_arm(replayed)[0].mean_abs_d
+    contracts = run.arms(REPLAY_PREFIX + AS_RECORDED)
+    if any(mean_abs_d > Numerics(Arm(), contract).rounding_nats for contract in contracts):
+        not_held = OTHER_INPUTS
+    return replace(_measured(run, chosen, errors, held, not_held, mean_abs_d), predictions=predictions)
 
 
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
-) -> tuple[dict[str, ErrorSums], int]:
+) -> tuple[dict[str, ErrorSums], np.ndarray]:
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [
@@ -147,26 +158,26 @@ def _errors(
         for part in step_ranges(tokens, unit_tokens(database, _TOKENS, total))
     ]
     found: dict[str, list[ErrorSums]] = {name: [] for name in names}
-    num_different = 0
+    identity = np.zeros(3)
     with progress("measuring errors", total) as advance:
-        for unit, (of_steps, different) in zip(units, spread(database, _measure, units), strict=True):
+        for unit, (of_steps, of_identity) in zip(units, spread(database, _measure, units), strict=True):
             for name, parts in of_steps.items():
                 found[name] += parts
-            num_different += different
+            identity += of_identity
             advance(sum(tokens[step] for step in unit[1]))
     for name, parts in found.items():
         if not parts:
             where = f"train, rollout and {name}"
             raise NothingToCompare(f"no token in these steps has a logprob in {where}; choose different steps")
-    return {name: joined(parts) for name, parts in found.items()}, num_different
+    return {name: joined(parts) for name, parts in found.items()}, identity
 
 
 def _measure(
     database: Database, unit: tuple[list[str], list[int], bool]
-) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
+) -> Iterator[tuple[dict[str, list[ErrorSums]], tuple[float, ...]]]:
     names, steps, asks_identity = unit
     found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
-    yield found, _num_different(database, steps) if asks_identity else 0
+    yield found, _identity(database, steps) if asks_identity else (0, 0, 0)
 
 
 def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
@@ -176,13 +187,15 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
             yield ErrorSums.of({name: column[start:end] for name, column in tokens.items()})
 
 
-def _num_different(database: Database, steps: list[int]) -> int:
+def _identity(database: Database, steps: list[int]) -> tuple[float, ...]:
+    """Return the number of trainer tokens whose bits the as-recorded replay lacks, its sum of |d|, and its tokens."""
     query = f"""
-        SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
+        SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0), coalesce(sum(abs(d)), 0), count(d)
+        FROM pair('{REPLAY_PREFIX}{AS_RECORDED}', '{TRAIN}')
         WHERE step IN ({listed(steps)}) AND logprob_b IS NOT NULL
     """
-    ((different,),) = database.connection.execute(query).fetchall()
-    return int(different)
+    ((*found,),) = database.connection.execute(query).fetchall()
+    return tuple(found)
 
 
 def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.ndarray]:
@@ -198,10 +211,16 @@ def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.
 
 
 def _measured(
-    run: RecordedRun, steps: list[int], errors: dict[str, ErrorSums], held: bool, not_held: str | None
-) -> Triangulation:
+    run: RecordedRun, steps: list[int], errors: dict[str, ErrorSums], held: bool, not_held: str | None,
+    mean_abs_d: float,
+) -> Triangulation:  # fmt: skip
     reference, own = next(iter(errors.items()))
     found = {name: share_of_gap(own.groups, name) for name in (TRAIN, ROLLOUT)}
+    # If both sides are further from the reference than from each other, and by more than rounding, the reference did
+    # not run what they ran.
+    is_refused = not_held == OTHER_INPUTS and own.totals["square_d"] < min(
+        own.totals[f"{name} square"] for name in (TRAIN, ROLLOUT)
+    )
     return Triangulation(
         run=run.store.name,
         reference=reference,
@@ -212,9 +231,10 @@ def _measured(
         num_tokens=int(own.totals["num_tokens"]),
         gap_rms=sqrt(own.totals["square_d"] / own.totals["num_tokens"]),
         resolution=own.totals["spacing"] / own.totals["num_tokens"] / 4,
-        sides=tuple(_side(name, own, *found[name]) for name in (TRAIN, ROLLOUT)),
+        sides=tuple(_side(name, own, *((None, NoInterval.UNDEFINED) if is_refused else found[name])) for name in (TRAIN, ROLLOUT)),
         correlation=_correlation(own),
         identity_held=held,
+        identity_mean_abs_d=None if isnan(mean_abs_d) else mean_abs_d,
         not_held=not_held,
         arms=Rows(
             ("arm", "gap_rms", "share_removed", "share_low", "share_high"),
@@ -223,7 +243,7 @@ def _measured(
     )
 
 
-def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInterval) -> SideErrors:
+def _side(name: str, sums: ErrorSums, share: float | None, interval: Interval | NoInterval) -> SideErrors:
     low, high = ends(interval) or (None, None)
     mean, mean_abs, square = (
         sums.totals[f"{name} {part}"] / sums.totals["num_tokens"] for part in ("error", "abs_error", "square")
