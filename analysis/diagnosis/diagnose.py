@@ -25,6 +25,8 @@ from ..attribution.attribution import Attribution
 from ..check import commands
 from ..check.check import CheckResult, gather, judge
 from ..check.data_checks import data_findings
+from ..check.faults import WEIGHT_CAUSES
+from ..check.faults.kinds import WEIGHTS
 from ..check.pair_data import PairData, Precision, dtype_of, precisions
 from ..facts.changes import known_run
 from ..facts.conditions import SETTING
@@ -43,6 +45,7 @@ from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison, data_faults
 from .figures import FIGURES
+from .text import fix_text
 
 _CONFIDENCE = 0.95
 
@@ -141,7 +144,7 @@ def diagnose(
     located = None if found is None else replace(found.location, operators=())
     size = size_comparison(checked.findings[0].code, metrics.get("rms_d", math.nan), figures, coarser)
     return Diagnosis(
-        checked=checked, attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
+        checked=_settled(checked, replays), attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
         numerics=Numerics(
             passes=names, declared=(a.declared, b.declared), logits=(a.logits, b.logits), values=(a.values, b.values),
             in_file=(a.is_stored, b.is_stored),
@@ -149,6 +152,20 @@ def diagnose(
         size=replace(size, is_inferred=coarser not in (a.declared, b.declared)), alarms=read_alarms(database, names, of_tokens),
         next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)), located=located,
     )  # fmt: skip
+
+
+_CAUSES = {"weights_version": "stale_weights", "quantize": "quantised", "adapter": "adapter"}
+"""Change that removes the mismatch -> cause of different weights, as in WEIGHT_CAUSES."""
+
+
+def _settled(checked: CheckResult, replays: Sequence[ReplayEffect]) -> CheckResult:
+    """If the weights differ and a replay has shown how, report that instead of every possible cause."""
+    first, settling = checked.findings[0], next((each for each in replays if each.code == "settles"), None)
+    if first.code != WEIGHTS.code or first.cause != WEIGHTS.title or settling is None or not settling.changes:
+        return checked
+    changes = parse_arm(settling.changes).changes
+    cause = next((WEIGHT_CAUSES[code] for name, code in _CAUSES.items() if name in changes), first.cause)
+    return replace(checked, findings=(replace(first, cause=cause), *checked.findings[1:]))
 
 
 def _of_scalars(database: Database, pair: Pair, control: Database | None, progress: Progress) -> Diagnosis:
@@ -231,8 +248,9 @@ def _next(
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
-    if any(replay.code == "settles" for replay in replays):
-        return where
+    if (settling := next((replay for replay in replays if replay.code == "settles"), None)) is not None:
+        fix = "" if checked.is_valid else fix_text(settling)
+        return (*([Advice(remark=fix)] if fix else []), *where)
     found = [each for each in (*(f.next for f in checked.findings), *(f.next for f in data_faults(checked))) if each]
     if not data.has_weights:
         supply = commands.supply(data, "this trace has no weights for a replay")

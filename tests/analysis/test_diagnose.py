@@ -95,7 +95,7 @@ def test_a_replay_in_the_trace_settles_it(tmp_path):
     assert (hot.arm, rounded.arm) == ("hot", "bf16")
     assert hot.removed == 1
     assert (hot.code, found.settled_by) == ("settles", hot)
-    assert "this setting causes the mismatch" in effect_text(hot)
+    assert effect_text(hot).endswith("the engine's logprobs are at temperature 0.9")
     d = np.concatenate(step.scored()).astype(float) - np.concatenate(step.scored(step.logits / 0.9))
     assert hot.gap_rms == pytest.approx(math.sqrt(np.mean(d * d)), rel=1e-12)
     assert rounded.removed < 0.1
@@ -105,7 +105,9 @@ def test_a_replay_in_the_trace_settles_it(tmp_path):
     assert "none: every group gives the same value" in diagnosis_text(found, verbose=True)
     assert "WHAT DO THE REPLAYS SHOW?" not in diagnosis_text(found)
     assert result_json(found)["replays"][1]["low"] == rounded.low
-    assert found.next == ()
+    assert found.next == (
+        "the engine's logprobs are at temperature 0.9: compute both sides' logprobs at one temperature",
+    )
 
 
 def test_the_interval_of_what_a_replay_removes_is_never_narrower_than_student_s():

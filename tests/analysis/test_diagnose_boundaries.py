@@ -134,6 +134,30 @@ def test_an_engine_that_repeats_its_own_rollout_settles_nothing(removed, code):
     assert ("bf16 reproduces rollout: rollout's engine computes" in effect_text(replay)) == (code == "repeats")
 
 
+@pytest.mark.parametrize(
+    ("changes", "title"),
+    [
+        ("weights-version=3", "one side's weights are a step or more behind"),
+        ("quantize=int8", "one side's weights are quantised"),
+        ("dtype=bf16", checked("weights_differ").findings[0].title),
+    ],
+)
+def test_a_replay_that_settles_it_leaves_one_cause_of_different_weights(changes, title):
+    found = replay_effects._settled(checked("weights_differ"), [effect(0.95, changes)])
+    assert found.findings[0].title == title
+    undecided = checked("weights_differ")
+    assert replay_effects._settled(undecided, [effect(0.5, changes)]) is undecided
+
+
+def test_other_weights_that_explain_the_mismatch_are_the_answer():
+    found = effect(0.95, "weights-version=3")
+    assert effect_text(found).endswith("the engine has the weights of version 3")
+    data = SimpleNamespace(has_weights=True, sample=SimpleNamespace(steps=[1]), trace="run")
+    faulty = replace(checked("weights_differ"), findings=(replace(checked("weights_differ").findings[0], is_expected=False),))
+    assert not faulty.is_valid
+    assert replay_effects._next(data, faulty, (found,)) == ("the engine has the weights of version 3: fix the weight sync",)
+
+
 def test_the_first_replay_that_settles_is_named():
     replays = [effect(0.5), effect(0.95), effect(0.99)]
     assert diagnosed(replays=replays).settled_by == replays[1]
