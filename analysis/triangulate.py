@@ -231,7 +231,10 @@ def _measured(
         num_tokens=int(own.totals["num_tokens"]),
         gap_rms=sqrt(own.totals["square_d"] / own.totals["num_tokens"]),
         resolution=own.totals["spacing"] / own.totals["num_tokens"] / 4,
-        sides=tuple(_side(name, own, *((None, NoInterval.UNDEFINED) if is_refused else found[name])) for name in (TRAIN, ROLLOUT)),
+        sides=tuple(
+            _side(name, own, *((None, NoInterval.UNDEFINED) if is_refused else found[name]))
+            for name in (TRAIN, ROLLOUT)
+        ),
         correlation=_correlation(own),
         identity_held=held,
         identity_mean_abs_d=None if isnan(mean_abs_d) else mean_abs_d,

@@ -153,9 +153,13 @@ def test_other_weights_that_explain_the_mismatch_are_the_answer():
     found = effect(0.95, "weights-version=3")
     assert effect_text(found).endswith("the engine has the weights of version 3")
     data = SimpleNamespace(has_weights=True, sample=SimpleNamespace(steps=[1]), trace="run")
-    faulty = replace(checked("weights_differ"), findings=(replace(checked("weights_differ").findings[0], is_expected=False),))
+    faulty = replace(
+        checked("weights_differ"), findings=(replace(checked("weights_differ").findings[0], is_expected=False),)
+    )
     assert not faulty.is_valid
-    assert replay_effects._next(data, faulty, (found,)) == ("the engine has the weights of version 3: fix the weight sync",)
+    assert replay_effects._next(data, faulty, (found,)) == (
+        "the engine has the weights of version 3: fix the weight sync",
+    )
 
 
 def test_the_first_replay_that_settles_is_named():

@@ -141,7 +141,9 @@ def test_a_reference_that_reproduces_neither_side_attributes_nothing(tmp_path):
     found = with_replays_in_float32(tmp_path / "trainer", off, np.full((2, 2), R), identity=np.zeros((2, 2)))
     assert triangulation_sentence(found).startswith("The trainer accounts for")
     # Two sides that are wrong in different ways can be told apart.
-    found = with_replays_in_float32(tmp_path / "both", off, np.array([[0.25, 0.5], [0.5, -0.25]]), identity=np.zeros((2, 2)))
+    found = with_replays_in_float32(
+        tmp_path / "both", off, np.array([[0.25, 0.5], [0.5, -0.25]]), identity=np.zeros((2, 2))
+    )
     assert triangulation_sentence(found).startswith("Both sides account")
 
 
