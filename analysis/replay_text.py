@@ -48,46 +48,37 @@ def not_held_reason(code: str) -> str:
 
 
 def not_reproduced(broken: Sequence[ReplayedStep]) -> str:
-    """Say how far the as-recorded replay is from the recording, why, and what that means for the other arms."""
     first = broken[0]
+    version = next((step.fitting_version for step in broken if step.fitting_version is not None), None)
     size = "" if first.not_held == REFUSED else f", mean |d| {first.mean_abs_d:.2g}, largest {first.max_abs_d:.2g} nats"
-    parts = [
-        f"the recorded bits were not reproduced in {counted(len(broken), 'step')} (first: step {first.step}{size}), because "
-        f"{not_held_reason(str(first.not_held))}"
-    ]
-    tried = next((step for step in broken if step.tried_versions), first)
-    if tried.fitting_version is not None:
-        parts.append(
-            f"The weights of version {tried.fitting_version} reproduce step {tried.step} (mean |d| "
-            f"{tried.tried_versions[tried.fitting_version]:.2g} nats in its first forward pass), so the recorded policy_version is wrong"
-        )
-    elif first.not_held == OTHER_INPUTS:
-        versions = " and ".join(map(str, tried.tried_versions))
-        parts.append(f"The weights of version {versions} do not reproduce it either" if versions else "")
-        parts.append("Try other weights (--weights-version N) or another temperature (--temperature T)")
+    meaning = "Every arm's difference from `train` includes this one"
     if first.not_held == OTHER_INPUTS:
-        parts.append("Until this is fixed, no arm can be compared with the recording")
-    elif size:
-        parts.append("Every arm's difference from the recording includes this one")
-    parts.append(f"Differences from the recording: {'; '.join(first.differs)}" if first.differs else "")
-    return ". ".join(filter(None, parts))
+        meaning = "The nearest versions' weights do not reproduce it; try --weights-version N or --temperature T"
+    if version is not None:
+        meaning = f"--weights-version {version} reproduces it, so the recorded policy_version is wrong"
+    return (
+        f"the recorded bits were not reproduced in {counted(len(broken), 'step')} (first: step {first.step}{size}), because "
+        f"{not_held_reason(str(first.not_held))}. {meaning}. "
+        f"Differences from the recording: {'; '.join(first.differs) or 'none'}"
+    )
 
 
 def replay_text(found: ReplayedSteps, width: int | None = None) -> str:
-    arms = by_arm(found)
-    reproduced = (f"{arm.identity_held:,} of {counted(arm.num_steps, 'step')}" for arm in arms)
-    rows = table(arms).without({"identity_held"})
-    return to_text(
-        Rows((*rows.columns, "bits_reproduced"), [(*row, of) for row, of in zip(rows.rows, reproduced, strict=True)]),
-        width,
-    )
+    return to_text(table(by_arm(found)), width)
 
 
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     found = shown(found)
+    why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
+    size = found.identity_mean_abs_d
+    held = f"NOT HELD{'' if size is None else f' (mean |d| {size:.2g} nats)'}{why}: see tim-trace replay"
+    if found.identity_held:
+        held = "held: bitwise equal to the recording"
+    elif size is not None and size < 0.01 * found.gap_rms:
+        held = f"not bitwise, but mean |d| is only {size:.1g} nats, less than 1% of the mismatch"
     facts = {
         "reference": found.reference,
-        "identity": _identity(found),
+        "identity": held,
         "steps": f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})",
         "tokens": f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups",
         "mismatch": f"{found.gap_rms:.4g} nats rms (train - rollout)",
@@ -106,27 +97,14 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def _identity(found: Triangulation) -> str:
-    if found.identity_held:
-        return "held: bitwise equal to the recording"
-    why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
-    size = found.identity_mean_abs_d
-    if size is None:
-        return f"NOT HELD{why}: see tim-trace replay"
-    if size < _NEGLIGIBLE * found.gap_rms:
-        return f"not bitwise, but mean |d| is only {size:.1g} nats, less than {_NEGLIGIBLE:.0%} of the mismatch"
-    return f"NOT HELD, with mean |d| {size:.2g} nats{why}: see tim-trace replay"
-
-
 def triangulation_sentence(found: Triangulation) -> str:
     if found.gap_rms == 0.0:
         return "No mismatch: trainer and engine give every token the same logprob."
     larger = max(found.sides, key=lambda side: side.share or 0.0)
     if larger.share is None:
-        errors = " and ".join(f"{side.mean_abs:.2g}" for side in found.sides)
         return (
-            f"Cannot attribute the mismatch: the reference reproduces neither trainer nor engine (mean |error| {errors} nats, "
-            f"mismatch {found.gap_rms:.2g} nats rms). `tim-trace replay` finds out why."
+            "Cannot attribute the mismatch: the reference reproduces neither trainer nor engine (mean |error| "
+            f"{' and '.join(f'{side.mean_abs:.2g}' for side in found.sides)} nats). `tim-trace replay` finds out why."
         )
     if larger.share < 0.6:
         trainer, engine = (f"{side.share:.0%}" for side in found.sides)
@@ -178,8 +156,6 @@ def _prediction_parts(predictions: Sequence[Prediction], width: int | None) -> I
     yield "\n".join(fill(line, 80, subsequent_indent="  ") for line in legend)
 
 
-_NEGLIGIBLE = 0.01
-"""A difference below this share of the mismatch cannot change its attribution."""
 _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")
 
 

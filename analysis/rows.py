@@ -141,15 +141,12 @@ def to_csv(rows: Rows) -> Iterator[str]:
         yield line.getvalue().removesuffix("\r\n")
 
 
-def to_text(
-    rows: Rows, width: int | None = None, main: Sequence[str] = (), legend: Mapping[str, str] = MappingProxyType({})
-) -> str:  # fmt: skip
+def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
     """Render a table with one line per row and six significant digits. If the table is too wide but has only a
     few rows, each row is rendered as a list.
 
     If a longer table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in
-    `main` are kept first, in that order, then the others from left to right. Sentences are wrapped. `legend` explains
-    columns, below the table, if they are shown.
+    `main` are kept first, in that order, then the others from left to right. Sentences are wrapped.
     """
     if not rows.columns:
         return ""
@@ -161,12 +158,10 @@ def to_text(
     ]
     fits = width is None or sum(column.width + 2 for column in columns) - 2 <= width
     if (len(rows) == 1 and (len(columns) > 8 or not fits)) or (not fits and _fits_as_lists(columns, width or 0)):
-        text = _as_lists(columns, width)
-    else:
-        columns = _fitted(columns, width, main) if width is not None and not fits else columns
-        text = "\n".join(_lines(columns))
-    explained = [f"{column.name}: {legend[column.name]}" for column in columns if column.name in legend]
-    return f"{text}\n\n{wrapped('; '.join(explained), '', width)}." if explained else text
+        return _as_lists(columns, width)
+    if width is not None and not fits:
+        columns = _fitted(columns, width, main)
+    return "\n".join(_lines(columns))
 
 
 class _Column:
@@ -422,9 +417,6 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     "weights": (
         "version", "module", "kind", "verified", "share_changed", "mean_share_changed", "max_share_changed", "num_bytes",
         "stored_bytes",
-    ),
-    "engine_weights": (
-        "tensor", "cause", "holds_version", "trainer_version", "num_differ", "first_differs", "given_version", "num_versions",
     ),
     "compare": ("kind", "name", "step", "a", "b", "sd"),
     "gate": ("condition", "verdict", "value", "low", "high", "bound", "how"),

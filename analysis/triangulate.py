@@ -11,17 +11,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import fsum, isnan, nan, sqrt
+from math import fsum, nan, sqrt
 
 import numpy as np
 
-from ..replay.arms import AS_RECORDED, Arm, parse_arm
-from ..replay.backends.trusted import OTHER_INPUTS
+from ..replay.arms import Arm, parse_arm
+from ..replay.backends.trusted import ROUNDING_NATS
 from ..replay.engine import replay_missing
 from ..replay.loaded import gpus_of_actor
-from ..replay.numerics import Numerics
 from ..replay.recorded import RecordedRun
-from ..replay.results import by_arm
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..schemas.results import Result
@@ -81,16 +79,16 @@ class Triangulation(Result):
     """Pearson correlation between the trainer's and the engine's errors."""
     identity_held: bool
     """True if the replay reproduced the recorded bits."""
-    identity_mean_abs_d: float | None
-    """Mean |d| (nats) between the as-recorded replay and the trainer, or None without an as-recorded replay."""
     not_held: str | None
     """Why the recorded bits were not reproduced, as in `ReplayedStep`. None if they were reproduced, or if no replay
-    ran and rounding explains the difference."""
+    ran."""
     arms: Rows
     """One row per arm: the mismatch if the arm's replay replaces the trainer, and the share of mean d^2 that this
     removes."""
     predictions: tuple[Prediction, ...] = ()
     """One entry per remedy in `predict` and per metric: the mismatch that would remain at the steps not replayed."""
+    identity_mean_abs_d: float | None = None
+    """Mean |d| (nats) between the as-recorded replay and the trainer, or None without such a replay."""
 
 
 def triangulate(
@@ -134,29 +132,22 @@ def triangulate(
         database = open_database([run.store.url], ray=ray)
         names = [REPLAY_PREFIX + single.name for single in arms]
         tell_sampled(database, names)
-        errors, (num_different, sum_abs_d, num_tokens) = _errors(database, names, chosen, replayed is None, progress)
+        errors, (num_different, num_tokens, sum_abs_d) = _errors(database, names, chosen, progress)
         measured = predicted(run, chosen, remedies, progress, ray=ray, gpus_per_arm=gpus_per_arm)
         predictions = tuple(measured) if remedies else ()
     not_held = None if replayed is None else next((step.not_held for step in replayed if step.not_held), None)
-    held = num_different == 0 if replayed is None else not_held is None
-    mean_abs_d = sum_abs_d / num_tokens if num_tokens else nan
-    if replayed is not None:
-        mean_abs_d = by_arm(replayed)[0].mean_abs_d
-    contracts = run.arms(REPLAY_PREFIX + AS_RECORDED)
-    if any(mean_abs_d > Numerics(Arm(), contract).rounding_nats for contract in contracts):
-        not_held = OTHER_INPUTS
-    return replace(_measured(run, chosen, errors, held, not_held, mean_abs_d), predictions=predictions)
+    mean_abs_d = float(sum_abs_d / num_tokens) if num_tokens else None
+    found = _measured(run, chosen, errors, num_different == 0, not_held)
+    return replace(found, predictions=predictions, identity_mean_abs_d=mean_abs_d)
 
 
 def _errors(
-    database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
+    database: Database, names: list[str], steps: list[int], progress: Progress
 ) -> tuple[dict[str, ErrorSums], np.ndarray]:
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
-    units = [
-        (names, [step for step in part if step in tokens], asks_identity)
-        for part in step_ranges(tokens, unit_tokens(database, _TOKENS, total))
-    ]
+    ranges = step_ranges(tokens, unit_tokens(database, _TOKENS, total))
+    units = [(names, [step for step in part if step in tokens]) for part in ranges]
     found: dict[str, list[ErrorSums]] = {name: [] for name in names}
     identity = np.zeros(3)
     with progress("measuring errors", total) as advance:
@@ -173,11 +164,10 @@ def _errors(
 
 
 def _measure(
-    database: Database, unit: tuple[list[str], list[int], bool]
+    database: Database, unit: tuple[list[str], list[int]]
 ) -> Iterator[tuple[dict[str, list[ErrorSums]], tuple[float, ...]]]:
-    names, steps, asks_identity = unit
-    found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
-    yield found, _identity(database, steps) if asks_identity else (0, 0, 0)
+    names, steps = unit
+    yield {name: list(_of_steps(_tokens(database, name, steps))) for name in names}, _identity(database, steps)
 
 
 def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
@@ -188,14 +178,12 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 
 
 def _identity(database: Database, steps: list[int]) -> tuple[float, ...]:
-    """Return the number of trainer tokens whose bits the as-recorded replay lacks, its sum of |d|, and its tokens."""
+    """Return how many trainer tokens the as-recorded replay does not reproduce, how many it has, and their sum of |d|."""
     query = f"""
-        SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0), coalesce(sum(abs(d)), 0), count(d)
-        FROM pair('{REPLAY_PREFIX}{AS_RECORDED}', '{TRAIN}')
-        WHERE step IN ({listed(steps)}) AND logprob_b IS NOT NULL
+        SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0), count(d), coalesce(sum(abs(d)), 0)
+        FROM pair('replay/as-recorded', 'train') WHERE step IN ({listed(steps)}) AND logprob_b IS NOT NULL
     """
-    ((*found,),) = database.connection.execute(query).fetchall()
-    return tuple(found)
+    return database.connection.execute(query).fetchall()[0]
 
 
 def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.ndarray]:
@@ -211,42 +199,28 @@ def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.
 
 
 def _measured(
-    run: RecordedRun, steps: list[int], errors: dict[str, ErrorSums], held: bool, not_held: str | None,
-    mean_abs_d: float,
-) -> Triangulation:  # fmt: skip
+    run: RecordedRun, steps: list[int], errors: dict[str, ErrorSums], held: bool, not_held: str | None
+) -> Triangulation:
     reference, own = next(iter(errors.items()))
     found = {name: share_of_gap(own.groups, name) for name in (TRAIN, ROLLOUT)}
-    # If both sides are further from the reference than from each other, and by more than rounding, the reference did
-    # not run what they ran.
-    is_refused = not_held == OTHER_INPUTS and own.totals["square_d"] < min(
-        own.totals[f"{name} square"] for name in (TRAIN, ROLLOUT)
-    )
+    sides = [_side(name, own, *found[name]) for name in (TRAIN, ROLLOUT)]
+    gap_rms = sqrt(own.totals["square_d"] / own.totals["num_tokens"])
+    if all(side.mean_abs > ROUNDING_NATS and side.rms > gap_rms for side in sides):  # both share the reference's error
+        sides = [replace(side, share=None, share_low=None, share_high=None) for side in sides]
     return Triangulation(
-        run=run.store.name,
-        reference=reference,
-        steps=tuple(steps),
-        num_sequences=int(own.totals["num_sequences"]),
-        num_groups=len(own.groups[GAP]),
+        run=run.store.name, reference=reference, steps=tuple(steps), num_sequences=int(own.totals["num_sequences"]),
+        num_groups=len(own.groups[GAP]), num_tokens=int(own.totals["num_tokens"]), gap_rms=gap_rms,
         no_interval=next((str(interval) for _, interval in found.values() if isinstance(interval, NoInterval)), None),
-        num_tokens=int(own.totals["num_tokens"]),
-        gap_rms=sqrt(own.totals["square_d"] / own.totals["num_tokens"]),
-        resolution=own.totals["spacing"] / own.totals["num_tokens"] / 4,
-        sides=tuple(
-            _side(name, own, *((None, NoInterval.UNDEFINED) if is_refused else found[name]))
-            for name in (TRAIN, ROLLOUT)
-        ),
-        correlation=_correlation(own),
-        identity_held=held,
-        identity_mean_abs_d=None if isnan(mean_abs_d) else mean_abs_d,
-        not_held=not_held,
+        resolution=own.totals["spacing"] / own.totals["num_tokens"] / 4, sides=tuple(sides),
+        correlation=_correlation(own), identity_held=held, not_held=not_held,
         arms=Rows(
             ("arm", "gap_rms", "share_removed", "share_low", "share_high"),
             [_arm(name, sums) for name, sums in errors.items() if name != reference],
         ),
-    )
+    )  # fmt: skip
 
 
-def _side(name: str, sums: ErrorSums, share: float | None, interval: Interval | NoInterval) -> SideErrors:
+def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInterval) -> SideErrors:
     low, high = ends(interval) or (None, None)
     mean, mean_abs, square = (
         sums.totals[f"{name} {part}"] / sums.totals["num_tokens"] for part in ("error", "abs_error", "square")

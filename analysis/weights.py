@@ -15,7 +15,7 @@ from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, config_of, open_weights, write_folder
 from ..tracer.weights.reader import SUPPLIES, WeightReader
 from .engine_weights import ADAPTER, NEVER, OTHER, PARTIAL, QUANTISED, STALE, engine_weights
-from .rows import MAIN_COLUMNS, Rows, to_text, wrapped
+from .rows import Rows, to_text, wrapped
 
 OK = "ok"
 VERSION_COLUMNS = ("version", "kind", "writers", "num_elements", "num_bytes", "stored_bytes", "share_changed", "chain")
@@ -186,14 +186,11 @@ _REMEDIES: Mapping[str, str] = {
     QUANTISED: "send unquantised weights, or correct for the mismatch if quantisation is intended",
     OTHER: "check which weights are sent",
 }
-_LEGEND: Mapping[str, str] = {
-    "first_differs": "first version at which engine and trainer differ",
-    "num_differ": "versions at which they differ",
-    "num_versions": "versions compared",
-    "given_version": "last version sent to the engine",
-    "holds_version": "latest version whose bits the engine has (blank if none)",
-    "trainer_version": "the trainer's latest version",
-}
+_LEGEND = (
+    "first_differs: first version at which engine and trainer differ; num_differ: number of such versions, of num_versions; "
+    "given_version: last version sent to the engine; holds_version: latest version whose bits the engine has (blank if none); "
+    "trainer_version: the trainer's latest version."
+)
 
 
 def engine_weights_text(rows: Rows, by: str, width: int | None = None) -> str:
@@ -217,5 +214,5 @@ def engine_weights_text(rows: Rows, by: str, width: int | None = None) -> str:
     blocks = [wrapped(" ".join(sentences), "", width)] if sentences else []
     if left or not agreeing:
         shown = Rows(rows.columns, [tuple(row.values()) for row in left]).without({"agrees"})
-        blocks.append(to_text(shown, width, MAIN_COLUMNS["engine_weights"], _LEGEND))
+        blocks += [to_text(shown, width), wrapped(_LEGEND, "", width)]
     return "\n\n".join(blocks)

@@ -191,8 +191,7 @@ class Arm:
 
     @property
     def is_heard(self) -> bool:
-        """True if the arm changes operators that `locate` can observe: they run in this process and round their
-        results."""
+        """True if `locate` can observe the changed operators: they run in this process and round their results."""
         is_observed = self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
         return is_observed and not self.changes.keys() <= _OUTSIDE_OPERATORS
 

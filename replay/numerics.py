@@ -116,11 +116,5 @@ class Numerics:
         return None if self.arm.dtype else autocast_dtype(self.recorded)
 
     @property
-    def rounding_nats(self) -> float:
-        """Mean |d| (nats) above which rounding on other hardware, or in another batch, explains no difference. Set well
-        above published mismatches in 16 bits, and above TF32's error in 32 bits."""
-        return 0.01 if self.autocast is None and self.dtype in ("float64", "float32") else 0.1
-
-    @property
     def projection_dtype(self) -> Any:
         return torch.float32 if self.head_in_fp32 else self.autocast

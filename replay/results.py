@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from math import nan
 
 from ..schemas.passes import TRAIN
@@ -45,7 +45,7 @@ class ReplayPlan(list[ArmPlan], Table):
         return None if None in known else sum(seconds or 0.0 for seconds in known)
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-        names = [each.name for each in fields(ArmPlan)] + ["seconds"]
+        names = [field.name for field in fields(ArmPlan)] + ["seconds"]
         return names, [[getattr(arm, name) for name in names] for arm in self]
 
 
@@ -65,19 +65,11 @@ class ReplayedStep:
     not_held: str | None = None
     """Why the as-recorded replay did not reproduce every bit: `refused` (the recorded setup cannot run here), a code in
     `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware), `other-inputs`
-    (different weights, tokens or settings: d is larger than rounding) or `unexplained`. None if every bit was
-    reproduced."""
+    (more than rounding: different weights, tokens or settings) or `unexplained`. None if every bit was reproduced."""
     differs: tuple[str, ...] = ()
     """For the as-recorded arm, the contract fields that differ, or why it cannot run here. Empty if all bits match."""
-    tried_versions: Mapping[int, float] = field(default_factory=dict)
-    """With `other-inputs`, at the first such step: mean |d| (nats) in its first forward pass with the weights of the
-    policy versions before and after the recorded one."""
-
-    @property
-    def fitting_version(self) -> int | None:
-        """The version in `tried_versions` whose weights reproduce the recorded pass, or None."""
-        best = min(self.tried_versions, key=self.tried_versions.__getitem__, default=None)
-        return best if best is not None and self.tried_versions[best] < self.mean_abs_d / 10 else None
+    fitting_version: int | None = None
+    """With `other-inputs`, at the first such step: the nearby policy version whose weights give the recorded logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +82,7 @@ class ReplayedArm:
     share_equal: float
     mean_abs_d: float
     max_abs_d: float
-    identity_held: int
+    steps_reproduced: int
     """Number of steps where replaying as recorded reproduced every bit."""
 
 
@@ -107,7 +99,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
     _text = "tim_trace.analysis.replay_text:replay_text"
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-        names = [each.name for each in fields(ReplayedStep)]
+        names = [field.name for field in fields(ReplayedStep)]
         return names, [[getattr(step, name) for name in names] for step in self]
 
 
@@ -118,15 +110,11 @@ def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
         tokens = sum(step.num_tokens for step in steps)
         scored = [step for step in steps if step.not_held != REFUSED or step.num_tokens]
         sum_abs_d = sum(step.mean_abs_d * step.num_tokens for step in scored)
-        summaries.append(
-            ReplayedArm(
-                arm=name,
-                num_steps=len(steps),
-                num_tokens=tokens,
-                share_equal=sum(step.num_equal for step in steps) / max(tokens, 1),
-                mean_abs_d=sum_abs_d / max(tokens, 1) if scored else nan,
-                max_abs_d=max((step.max_abs_d for step in scored), default=nan),
-                identity_held=sum(step.identity_held for step in steps),
-            )
-        )
+        summaries.append(ReplayedArm(
+            arm=name, num_steps=len(steps), num_tokens=tokens,
+            share_equal=sum(step.num_equal for step in steps) / max(tokens, 1),
+            mean_abs_d=sum_abs_d / max(tokens, 1) if scored else nan,
+            max_abs_d=max((step.max_abs_d for step in scored), default=nan),
+            steps_reproduced=sum(step.identity_held for step in steps),
+        ))  # fmt: skip
     return summaries

@@ -203,10 +203,9 @@ class Recorder:
     def add_contract(self, pass_name: str, contract: Contract) -> str:
         """Record a pass's contract (dtype, kernels and other settings that affect its logprobs), and return its hash.
 
-        The contract applies to scores added later. Passes with non-standard names must be declared this way.
-
-        So that `replay` can restore and compare the trainer's settings, add `"torch": torch_settings()` and
-        `"versions": numeric_versions()` to the contract of `train`. Both functions are in `tim_trace.tracer.environment`.
+        The contract applies to scores added later. Passes with non-standard names must be declared this way. For `train`,
+        add `"torch": torch_settings()` and `"versions": numeric_versions()` (of `tim_trace.tracer.environment`), so that
+        `replay` can restore and compare the settings.
         """
         known = self._contracts.get(pass_name)
         if known is not None and known[0] is contract:
@@ -349,10 +348,8 @@ class Recorder:
         to the sequences' `policy_version` for `rollout`, and to None for other passes. If None, staleness cannot be
         computed, and `replay` reports that it uses the weights that sampled the sequences.
 
-        `forward` is `tim_trace.tracer.rows.Forward(ids=, places=, rows=, pad_left=, pad_right=)`, with one integer per
-        row each: which forward pass scored the row, its index in it, the rows in it, and the padding around the row.
-        Without it, `replay` runs one row per forward pass.
-
+        `forward`, a `tim_trace.tracer.rows.Forward`, says which rows shared a forward pass, and their padding, so that
+        `replay` can repeat it. Without it, `replay` runs one row per forward pass.
         `distribution` holds captured distributions [N, ...], one for each response token in `captured_rows`.
 
         `routing` is Routing(expert_ids=[N, L, S], expert_weights=[N, L, S]), a mixture-of-experts model's router

@@ -25,8 +25,7 @@ from ..attribution.attribution import Attribution
 from ..check import commands
 from ..check.check import CheckResult, gather, judge
 from ..check.data_checks import data_findings
-from ..check.faults import WEIGHT_CAUSES
-from ..check.faults.kinds import WEIGHTS
+from ..check.faults import FAULTS
 from ..check.pair_data import PairData, Precision, dtype_of, precisions
 from ..facts.changes import known_run
 from ..facts.conditions import SETTING
@@ -45,7 +44,7 @@ from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison, data_faults
 from .figures import FIGURES
-from .text import fix_text
+from .text import cause_text
 
 _CONFIDENCE = 0.95
 
@@ -142,9 +141,12 @@ def diagnose(
         jumps = _jumps(database, names)
         found = newest(database)
     located = None if found is None else replace(found.location, operators=())
+    causes = (cause_text(each) for each in replays if each.code == "settles")
+    if (cause := next(causes, "").partition(": ")[0]) and checked.findings[0].cause == FAULTS["weights_differ"]:
+        checked = replace(checked, findings=(replace(checked.findings[0], cause=cause), *checked.findings[1:]))
     size = size_comparison(checked.findings[0].code, metrics.get("rms_d", math.nan), figures, coarser)
     return Diagnosis(
-        checked=_settled(checked, replays), attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
+        checked=checked, attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
         numerics=Numerics(
             passes=names, declared=(a.declared, b.declared), logits=(a.logits, b.logits), values=(a.values, b.values),
             in_file=(a.is_stored, b.is_stored),
@@ -152,20 +154,6 @@ def diagnose(
         size=replace(size, is_inferred=coarser not in (a.declared, b.declared)), alarms=read_alarms(database, names, of_tokens),
         next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)), located=located,
     )  # fmt: skip
-
-
-_CAUSES = {"weights_version": "stale_weights", "quantize": "quantised", "adapter": "adapter"}
-"""Change that removes the mismatch -> cause of different weights, as in WEIGHT_CAUSES."""
-
-
-def _settled(checked: CheckResult, replays: Sequence[ReplayEffect]) -> CheckResult:
-    """If the weights differ and a replay has shown how, report that instead of every possible cause."""
-    first, settling = checked.findings[0], next((each for each in replays if each.code == "settles"), None)
-    if first.code != WEIGHTS.code or first.cause != WEIGHTS.title or settling is None or not settling.changes:
-        return checked
-    changes = parse_arm(settling.changes).changes
-    cause = next((WEIGHT_CAUSES[code] for name, code in _CAUSES.items() if name in changes), first.cause)
-    return replace(checked, findings=(replace(first, cause=cause), *checked.findings[1:]))
 
 
 def _of_scalars(database: Database, pair: Pair, control: Database | None, progress: Progress) -> Diagnosis:
@@ -248,9 +236,8 @@ def _next(
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
-    if (settling := next((replay for replay in replays if replay.code == "settles"), None)) is not None:
-        fix = "" if checked.is_valid else fix_text(settling)
-        return (*([Advice(remark=fix)] if fix else []), *where)
+    if settling := [cause_text(replay) for replay in replays if replay.code == "settles"]:
+        return where if checked.is_valid or not settling[0] else (Advice(remark=settling[0]), *where)
     found = [each for each in (*(f.next for f in checked.findings), *(f.next for f in data_faults(checked))) if each]
     if not data.has_weights:
         supply = commands.supply(data, "this trace has no weights for a replay")

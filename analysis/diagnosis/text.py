@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...replay.arms import parse_arm
-from ...schemas.passes import ROLLOUT, TRAIN
+from ...schemas.passes import ROLLOUT
 from ..alarms.reading import AlarmReadings
 from ..alarms.text import ALARM_FORM, alarm_sentence, fired
 from ..attribution.attribution import MIN_PROBABILITY_OF_SUSPECT, Attribution, Evidence, SupposedCause, Suspect
@@ -235,33 +235,25 @@ def _size_sentence(size: SizeComparison) -> str:
 
 
 _CAUSES = {
-    "weights_version": ("{b} has the weights of version {value}", "fix the weight sync"),
-    "quantize": ("{b} has weights quantised to {value}", "send unquantised weights, or correct for the mismatch"),
-    "adapter": ("{b} has the adapter {value}", "treat the adapter the same way on both sides"),
-    "temperature": ("{b}'s logprobs are at temperature {value}", "compute both sides' logprobs at one temperature"),
+    "weights_version": "{b} has the weights of version {value}: fix the weight sync",
+    "quantize": "{b} has weights quantised to {value}: send unquantised weights, or correct for the mismatch",
+    "adapter": "{b} has the adapter {value}: treat the adapter the same way on both sides",
+    "temperature": "{b}'s logprobs are at temperature {value}: compute both sides' logprobs at one temperature",
 }
-"""Change that removes the mismatch -> what that shows, and how to fix it."""
 
 
-def _cause_and_fix(effect: ReplayEffect) -> tuple[str, str]:
+def cause_text(effect: ReplayEffect) -> str:
+    """Return the cause that a replay without mismatch shows, and its fix. Empty if the change tells neither."""
     changes = parse_arm(effect.changes).changes if effect.changes else {}
-    b = {ROLLOUT: "the engine", TRAIN: "the trainer"}.get(effect.pair[1], effect.pair[1])
-    for name, (cause, fix) in _CAUSES.items():
-        if name in changes:
-            return cause.format(b=b, value=changes[name]), fix
-    return "this setting causes the mismatch", ""
-
-
-def fix_text(effect: ReplayEffect) -> str:
-    """Return what to do about the cause that a replay has confirmed, or an empty string if that depends on the setting."""
-    cause, fix = _cause_and_fix(effect)
-    return f"{cause}: {fix}" if fix else ""
+    b = "the engine" if effect.pair[1] == ROLLOUT else effect.pair[1]
+    return next((text.format(b=b, value=changes[name]) for name, text in _CAUSES.items() if name in changes), "")
 
 
 def effect_text(effect: ReplayEffect) -> str:
     a, b = effect.pair
+    cause = cause_text(effect).partition(": ")[0] or "this setting causes the mismatch"
     return {
-        "settles": f"with {effect.arm}, {a} agrees with {b}: {_cause_and_fix(effect)[0]}",
+        "settles": f"with {effect.arm}, {a} agrees with {b}: {cause}",
         "repeats": f"{effect.arm} reproduces {b}: {b}'s engine computes the same values from the same weights and tokens",
         "part": f"{effect.arm} accounts for part of the mismatch",
         "nothing": f"{effect.arm} has no effect on the mismatch",

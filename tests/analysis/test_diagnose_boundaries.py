@@ -135,31 +135,21 @@ def test_an_engine_that_repeats_its_own_rollout_settles_nothing(removed, code):
 
 
 @pytest.mark.parametrize(
-    ("changes", "title"),
+    ("changes", "cause"),
     [
-        ("weights-version=3", "one side's weights are a step or more behind"),
-        ("quantize=int8", "one side's weights are quantised"),
-        ("dtype=bf16", checked("weights_differ").findings[0].title),
+        ("weights-version=3", "the engine has the weights of version 3: fix the weight sync"),
+        ("quantize=int8,attention=math", "the engine has weights quantised to int8: send unquantised weights, or correct for the mismatch"),
+        ("temperature=0.9", "the engine's logprobs are at temperature 0.9: compute both sides' logprobs at one temperature"),
+        ("attention=math", ""),
     ],
-)
-def test_a_replay_that_settles_it_leaves_one_cause_of_different_weights(changes, title):
-    found = replay_effects._settled(checked("weights_differ"), [effect(0.95, changes)])
-    assert found.findings[0].title == title
-    undecided = checked("weights_differ")
-    assert replay_effects._settled(undecided, [effect(0.5, changes)]) is undecided
-
-
-def test_other_weights_that_explain_the_mismatch_are_the_answer():
-    found = effect(0.95, "weights-version=3")
-    assert effect_text(found).endswith("the engine has the weights of version 3")
-    data = SimpleNamespace(has_weights=True, sample=SimpleNamespace(steps=[1]), trace="run")
-    faulty = replace(
-        checked("weights_differ"), findings=(replace(checked("weights_differ").findings[0], is_expected=False),)
-    )
-    assert not faulty.is_valid
-    assert replay_effects._next(data, faulty, (found,)) == (
-        "the engine has the weights of version 3: fix the weight sync",
-    )
+)  # fmt: skip
+def test_a_replay_that_settles_it_is_the_answer(changes, cause):
+    found, invalid = effect(0.95, changes), checked("weights_differ")
+    assert effect_text(found).endswith(cause.partition(": ")[0] or "this setting causes the mismatch")
+    data = SimpleNamespace(has_weights=False)
+    assert not invalid.is_valid
+    assert _next(data, invalid, (found,)) == ((cause,) if cause else ())
+    assert _next(data, checked("rounding"), (found,)) == ()
 
 
 def test_the_first_replay_that_settles_is_named():

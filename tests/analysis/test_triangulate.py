@@ -123,27 +123,19 @@ def test_a_replay_that_did_not_give_the_bits_back_is_told(tmp_path):
     assert not triangulate(make_trace(tmp_path / "broken", [[T, T]], [[R, R]], identity=[[T, R]])).identity_held
 
 
-def with_replays_in_float32(path, *errors, **given):
-    make_trace(path, *errors, **given)
-    with Recorder(path, resume=True) as recorder:
-        recorder.add_contract("replay/as-recorded", {"model": {"dtypes": {"float32": 1}}, "torch": {}})
-    return triangulate(path)
-
-
 def test_a_reference_that_reproduces_neither_side_attributes_nothing(tmp_path):
     off = np.array([[0.5, -0.25], [0.25, 0.5]])  # the reference has other weights than both sides
-    found = with_replays_in_float32(tmp_path / "run", off, off + R, identity=np.zeros((2, 2)))
+    found = triangulate(make_trace(tmp_path / "run", off, off + R, identity=np.zeros((2, 2))))
     assert [side.share for side in found.sides] == [None, None]
     assert triangulation_sentence(found).startswith(
         "Cannot attribute the mismatch: the reference reproduces neither trainer nor engine (mean |error| 0.38 and 0.38 nats"
     )
     # An engine that agrees with the reference is no such case: the trainer computes something else.
-    found = with_replays_in_float32(tmp_path / "trainer", off, np.full((2, 2), R), identity=np.zeros((2, 2)))
+    found = triangulate(make_trace(tmp_path / "trainer", off, np.full((2, 2), R), identity=np.zeros((2, 2))))
     assert triangulation_sentence(found).startswith("The trainer accounts for")
     # Two sides that are wrong in different ways can be told apart.
-    found = with_replays_in_float32(
-        tmp_path / "both", off, np.array([[0.25, 0.5], [0.5, -0.25]]), identity=np.zeros((2, 2))
-    )
+    other = np.array([[0.25, 0.5], [0.5, -0.25]])
+    found = triangulate(make_trace(tmp_path / "both", off, other, identity=np.zeros((2, 2))))
     assert triangulation_sentence(found).startswith("Both sides account")
 
 

@@ -422,7 +422,7 @@ def test_a_tensor_of_another_version_is_named_with_it(traces):
 def test_a_temperature_is_said_to_act_after_the_operators(traces):
     found = locate(traces("qwen3"), against="temperature=0.9")
     assert found.first is None
-    assert "so it arises after the logits (temperature, top-p or top-k)" in location_sentence(found)
+    assert "the mismatch arises after the logits (temperature, top-p or top-k)" in location_sentence(found)
     assert "more than any other" not in location_sentence(found)
     assert next_command(found) == "tim-trace diagnose RUN"
 
@@ -430,9 +430,7 @@ def test_a_temperature_is_said_to_act_after_the_operators(traces):
 def test_all_weights_of_another_version_are_one_difference(traces):
     found = locate(traces("qwen3"), against="weights-version=1", patch="none")
     assert len(found.weights) > 1
-    assert location_sentence(found) == (
-        "b (weights-version-1) runs with the weights of version 1, not with the recorded ones."
-    )
+    assert location_sentence(found).endswith(f"; {len(found.weights)} tensors are from version 1.")
     assert str(found).count("from version 1") == 1
     assert next_command(found) == "tim-trace diagnose RUN"
 
