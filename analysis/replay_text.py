@@ -75,7 +75,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     if found.identity_held:
         held = "held: bitwise equal to the recording"
     elif size is not None and size < 0.01 * found.gap_rms:
-        held = f"not bitwise, but mean |d| is only {size:.1g} nats, less than 1% of the mismatch"
+        held = f"not bitwise{why}: mean |d| is only {size:.1g} nats, less than 1% of the mismatch"
     facts = {
         "reference": found.reference,
         "identity": held,

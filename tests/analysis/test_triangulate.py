@@ -142,7 +142,7 @@ def test_a_reference_that_reproduces_neither_side_attributes_nothing(tmp_path):
 def test_a_replay_that_differs_in_the_last_digits_says_by_how_much(tmp_path):
     found = triangulate(make_trace(tmp_path / "run", [[T, T]], [[R, 2 * R]], identity=[[T, T + 2.0**-20]]))
     assert (found.identity_held, found.identity_mean_abs_d) == (False, 2.0**-21)
-    assert "not bitwise, but mean |d| is only 5e-07 nats, less than 1% of the mismatch" in str(found)
+    assert "not bitwise: mean |d| is only 5e-07 nats, less than 1% of the mismatch" in str(found)
 
 
 def test_wrong_use_is_explained(tmp_path):
