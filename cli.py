@@ -42,7 +42,7 @@ from .analysis.rows import (
     wrapped,
 )
 from .replay.arm_option import GRADIENT, ArmOption
-from .replay.arms import Arm, names_for
+from .replay.arms import AS_RECORDED, Arm, names_for
 from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
@@ -1405,19 +1405,13 @@ def _replayed(trace: str, results: ReplayedSteps) -> Iterator[str]:
         where = f", in {len(sample.steps):,} of {counted(sample.num_steps, 'step')}"
         drawn = f"sampled {sample.num_drawn:,} of {counted(sample.num_groups, 'group')}"
         yield f"{drawn} (share {sample.share:.3g}, seed {sample.seed}){where}"
-    broken = [result for result in results if result.differs]
+    broken = [result for result in results if result.not_held and result.arm == AS_RECORDED]
     if results.replayed_pass == ROLLOUT:
         yield "the trace has no `train` pass, so d compares the replay with the engine's logprobs"
     elif broken:
-        from .analysis.replay_text import not_held_reason
+        from .analysis.replay_text import not_reproduced
 
-        yield (
-            f"the recorded bits were not reproduced in {counted(len(broken), 'step')} (first: step {broken[0].step}), because "
-            f"{not_held_reason(str(broken[0].not_held))}. Differences from `train` are not due to the arm alone. "
-            f"Differences from the recording: {'; '.join(broken[0].differs)}"
-        )
-    elif any(not result.identity_held for result in results):
-        yield "the recorded bits were not reproduced, although the settings and versions match the recorded ones"
+        yield not_reproduced(broken)
     yield f"next: tim-trace stats {trace} --pair {REPLAY_PREFIX}{results[-1].arm}:{results.replayed_pass} --by step"
 
 

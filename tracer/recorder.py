@@ -203,7 +203,9 @@ class Recorder:
     def add_contract(self, pass_name: str, contract: Contract) -> str:
         """Record a pass's contract (dtype, kernels and other settings that affect its logprobs), and return its hash.
 
-        The contract applies to scores added later. Passes with non-standard names must be declared this way.
+        The contract applies to scores added later. Passes with non-standard names must be declared this way. For `train`,
+        add `"torch": torch_settings()` and `"versions": numeric_versions()` (of `tim_trace.tracer.environment`), so that
+        `replay` can restore and compare the settings.
         """
         known = self._contracts.get(pass_name)
         if known is not None and known[0] is contract:
@@ -346,6 +348,8 @@ class Recorder:
         to the sequences' `policy_version` for `rollout`, and to None for other passes. If None, staleness cannot be
         computed, and `replay` reports that it uses the weights that sampled the sequences.
 
+        `forward`, a `tim_trace.tracer.rows.Forward`, says which rows shared a forward pass, and their padding, so that
+        `replay` can repeat it. Without it, `replay` runs one row per forward pass.
         `distribution` holds captured distributions [N, ...], one for each response token in `captured_rows`.
 
         `routing` is Routing(expert_ids=[N, L, S], expert_weights=[N, L, S]), a mixture-of-experts model's router

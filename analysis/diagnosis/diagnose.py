@@ -26,6 +26,7 @@ from ..attribution.attribution import Attribution
 from ..check import commands
 from ..check.check import CheckResult, gather, judge, unpaired
 from ..check.data_checks import data_findings
+from ..check.faults import FAULTS
 from ..check.pair_data import PairData, Precision, dtype_of, precisions
 from ..facts.changes import known_run
 from ..facts.conditions import SETTING
@@ -44,6 +45,7 @@ from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison, data_faults
 from .figures import FIGURES
+from .text import cause_text
 
 _CONFIDENCE = 0.95
 
@@ -145,6 +147,9 @@ def diagnose(
         jumps = _jumps(database, names)
         found = newest(database)
     located = None if found is None else replace(found.location, operators=())
+    causes = (cause_text(each) for each in replays if each.code == "settles")
+    if (cause := next(causes, "").partition(": ")[0]) and checked.findings[0].cause == FAULTS["weights_differ"]:
+        checked = replace(checked, findings=(replace(checked.findings[0], cause=cause), *checked.findings[1:]))
     size = size_comparison(checked.findings[0].code, metrics.get("rms_d", math.nan), figures, coarser)
     return Diagnosis(
         checked=checked, attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
@@ -240,8 +245,8 @@ def _next(
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
-    if any(replay.code == "settles" for replay in replays):
-        return where
+    if settling := [cause_text(replay) for replay in replays if replay.code == "settles"]:
+        return where if checked.is_valid or not settling[0] else (Advice(remark=settling[0]), *where)
     found = [each for each in (*(f.next for f in checked.findings), *(f.next for f in data_faults(checked))) if each]
     if not data.has_weights:
         supply = commands.supply(data, "this trace has no weights for a replay")

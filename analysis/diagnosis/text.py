@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ...replay.arms import parse_arm
+from ...schemas.passes import ROLLOUT
 from ..alarms.reading import AlarmReadings
 from ..alarms.text import ALARM_FORM, alarm_sentence, fired
 from ..attribution.attribution import MIN_PROBABILITY_OF_SUSPECT, Attribution, Evidence, SupposedCause, Suspect
@@ -236,10 +238,26 @@ def _size_sentence(size: SizeComparison) -> str:
     return f"The mismatch of {size.own:.3g} nats rms is {size.code} the published range for {dtype} ({size.low:g} to {size.high:g})"
 
 
+_CAUSES = {
+    "weights_version": "{b} has the weights of version {value}: fix the weight sync",
+    "quantize": "{b} has weights quantised to {value}: send unquantised weights, or correct for the mismatch",
+    "adapter": "{b} has the adapter {value}: treat the adapter the same way on both sides",
+    "temperature": "{b}'s logprobs are at temperature {value}: compute both sides' logprobs at one temperature",
+}
+
+
+def cause_text(effect: ReplayEffect) -> str:
+    """Return the cause that a replay without mismatch shows, and its fix. Empty if the change tells neither."""
+    changes = parse_arm(effect.changes).changes if effect.changes else {}
+    b = "the engine" if effect.pair[1] == ROLLOUT else effect.pair[1]
+    return next((text.format(b=b, value=changes[name]) for name, text in _CAUSES.items() if name in changes), "")
+
+
 def effect_text(effect: ReplayEffect) -> str:
     a, b = effect.pair
+    cause = cause_text(effect).partition(": ")[0] or "this setting causes the mismatch"
     return {
-        "settles": f"with {effect.arm}, {a} agrees with {b}: this setting causes the mismatch",
+        "settles": f"with {effect.arm}, {a} agrees with {b}: {cause}",
         "repeats": f"{effect.arm} reproduces {b}: {b}'s engine computes the same values from the same weights and tokens",
         "part": f"{effect.arm} accounts for part of the mismatch",
         "nothing": f"{effect.arm} has no effect on the mismatch",

@@ -134,6 +134,24 @@ def test_an_engine_that_repeats_its_own_rollout_settles_nothing(removed, code):
     assert ("bf16 reproduces rollout: rollout's engine computes" in effect_text(replay)) == (code == "repeats")
 
 
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ("weights-version=3", "the engine has the weights of version 3: fix the weight sync"),
+        ("quantize=int8,attention=math", "the engine has weights quantised to int8: send unquantised weights, or correct for the mismatch"),
+        ("temperature=0.9", "the engine's logprobs are at temperature 0.9: compute both sides' logprobs at one temperature"),
+        ("attention=math", ""),
+    ],
+)  # fmt: skip
+def test_a_replay_that_settles_it_is_the_answer(changes, cause):
+    found, invalid = effect(0.95, changes), checked("weights_differ")
+    assert effect_text(found).endswith(cause.partition(": ")[0] or "this setting causes the mismatch")
+    data = SimpleNamespace(has_weights=False)
+    assert not invalid.is_valid
+    assert _next(data, invalid, (found,)) == ((cause,) if cause else ())
+    assert _next(data, checked("rounding"), (found,)) == ()
+
+
 def test_the_first_replay_that_settles_is_named():
     replays = [effect(0.5), effect(0.95), effect(0.99)]
     assert diagnosed(replays=replays).settled_by == replays[1]
