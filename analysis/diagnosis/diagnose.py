@@ -13,8 +13,8 @@ import numpy as np
 from ...replay.arm_option import VLLM
 from ...replay.arms import arm_text, parse_arm
 from ...schemas.documents import Contract
-from ...schemas.modules import has_experts
 from ...schemas.errors import NothingToCompare
+from ...schemas.modules import has_experts
 from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
