@@ -45,7 +45,7 @@ from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison, data_faults
 from .figures import FIGURES
-from .text import cause_text
+from .text import cause_text, version_text
 
 _CONFIDENCE = 0.95
 
@@ -248,6 +248,9 @@ def _next(
     if settling := [cause_text(replay) for replay in replays if replay.code == "settles"]:
         return where if checked.is_valid or not settling[0] else (Advice(remark=settling[0]), *where)
     found = [each for each in (*(f.next for f in checked.findings), *(f.next for f in data_faults(checked))) if each]
+    version = checked.findings[0].numbers.get("older_version")
+    if version is not None and (shown := [text for each in replays if (text := version_text(each, version))]):
+        found = [Advice(remark=shown[0]), *found[1:]]
     if not data.has_weights:
         supply = commands.supply(data, "this trace has no weights for a replay")
         is_needed = not checked.is_valid and all(each.command != supply.command for each in found)

@@ -18,7 +18,7 @@ from ..attribution.text import (
     unsure_clause,
 )
 from ..check.check import CheckResult
-from ..check.finding import Finding
+from ..check.finding import Finding, Number
 from ..check.text import CHECKED_FORM, checked_text
 from ..facts.changes import MIN_VALUES
 from ..facts.recorded import RecordedChange, change_sentence, interval_text
@@ -251,6 +251,15 @@ def cause_text(effect: ReplayEffect) -> str:
     changes = parse_arm(effect.changes).changes if effect.changes else {}
     b = "the engine" if effect.pair[1] == ROLLOUT else effect.pair[1]
     return next((text.format(b=b, value=changes[name]) for name, text in _CAUSES.items() if name in changes), "")
+
+
+def version_text(effect: ReplayEffect, version: Number) -> str:
+    """Return what a replay with the older recorded policy `version` shows of a lag without mismatch, or an empty string."""
+    if not effect.changes or parse_arm(effect.changes).changes.get("weights_version") != version:
+        return ""
+    if effect.code == "adds":
+        return f"{effect.pair[1]} does not have the weights of version {version}: correct the recorded policy versions"
+    return f"an update changes the logprobs by less than rounding: version {version} gives the same mismatch"
 
 
 def effect_text(effect: ReplayEffect) -> str:

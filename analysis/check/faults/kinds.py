@@ -906,7 +906,7 @@ def rounding(data: PairData) -> Finding:
                 min(int(each.versions[last]) for each in (data.sample.a, data.sample.b)),
                 int(data.sample.steps[last]),
             )
-            next = commands.arms(data, f"--arm weights-version={version}", step)
+            next, numbers["older_version"] = commands.arms(data, f"--arm weights-version={version}", step), version
     return ROUNDING.finding(data, "rounding", next=next, numbers=numbers)
 
 
