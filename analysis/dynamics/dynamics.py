@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,13 +11,13 @@ from ...schemas.errors import NothingToCompare, option
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
-from ..facts.changes import FEWEST, ChangePoint, known_run, read_changes, read_fall
+from ..facts.changes import FEWEST, ChangePoint, change_points, known_run, read_changes, read_fall
 from ..facts.read_series import read_series
-from ..facts.series import Fall, Series
+from ..facts.series import LOG, MISMATCH, Fall, Series
 from ..statement import Statement
 from ..statistics.intervals import student_quantile
-from ..statistics.location import SHIFT
-from ..statistics.noise import highest_long_run_variance
+from ..statistics.location import RAMP
+from ..statistics.noise import highest_long_run_variance, peaks, robust_sd
 from ..trace.columns import parse_pair, tell_sampled
 from ..trace.database import Database
 from ..views import open_database
@@ -52,12 +52,16 @@ def dynamics(
             raise NothingToCompare(f"{source.run}{problem}")
         axis = next(iter(series.values())).steps
         known, later = known_run(database, names)
-        changes_of = {
-            name: tuple(change for change in changes if change.low <= axis[-1] and change.high >= axis[0])
-            for name, changes in read_changes(known, names).items()
-        }
         fall = read_fall(known, names)
         known_series = read_series(known, pair=names)
+        changes_of = {
+            name: tuple(
+                change
+                for change in changes or peak_changes(known_series[name])
+                if change.low <= axis[-1] and change.high >= axis[0]
+            )
+            for name, changes in read_changes(known, names).items()
+        }
     onsets = onsets_of(changes_of, {name: one.kind for name, one in known_series.items()})
     growth = growths(series.get("k3"), changes_of.get("k3", ()))
     num_known = len(next(iter(known_series.values())).steps)
@@ -73,6 +77,25 @@ LEAST_SD = 2.0
 """Minimum size of a series' first change, relative to the scatter. Smaller changes are skipped."""
 
 _PLANNED = "learning_rate"
+
+
+PEAKS = "peaks"
+PEAKS_SD = 5.0
+"""Minimum change of a mismatch's peaks, relative to its scatter before the change. In pure noise, the false-positive
+rate is 0.01 or less."""
+
+
+def peak_changes(series: Series) -> tuple[ChangePoint, ...]:
+    """Find the changes of a mismatch that differ only at some steps, such as an engine that is stale at every other
+    step."""
+    if series.kind != MISMATCH or series.scale != LOG:
+        return ()
+    known, found = series.known, list[ChangePoint]()
+    for change in change_points(replace(series, steps=series.steps[known], values=peaks(series.values[known]))):
+        scatter = robust_sd(np.log(series.values[known & (series.steps < change.step) & (series.values > 0)]))
+        if change.before > 0 and abs(math.log(change.after / change.before)) > PEAKS_SD * scatter:
+            found.append(replace(change, kind=PEAKS))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +208,7 @@ def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Gro
         return ()
     there = k3.known & (k3.values > 0)
     steps, logs = k3.steps[there], np.log(k3.values[there])
-    jumps = [change.high for change in changes if change.kind == SHIFT]
+    jumps = [change.high for change in changes if change.kind != RAMP]
     last = max(len(steps) - len(steps) // 3, int(np.searchsorted(steps, max(jumps, default=-1), side="right")))
     parts = [("last third", steps[last:], logs[last:])]
     if not jumps:

@@ -314,7 +314,12 @@ def test_a_series_has_the_same_bits_whatever_the_order_of_the_rows_and_with_or_w
     draw = np.random.default_rng(7)
     rows = [(f"{number}", float(draw.normal()), *mixed(draw, 30)) for number in range(40)]
     found = []
-    for name, order in (("given", rows), ("reversed", rows[::-1]), ("unsummed", rows), ("unsummed reversed", rows[::-1])):
+    for name, order in (
+        ("given", rows),
+        ("reversed", rows[::-1]),
+        ("unsummed", rows),
+        ("unsummed reversed", rows[::-1]),
+    ):
         with Recorder(tmp_path / name) as recorder:
             for step in range(1, 4):
                 ids, advantages, trained, sampled = zip(*order, strict=True)
