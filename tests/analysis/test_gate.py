@@ -94,7 +94,7 @@ def test_a_summary_has_a_row_a_condition_and_is_added_to_what_is_there(tmp_path)
     text = (tmp_path / "summary.md").read_text()
     first, second = text.strip().split("\n\n### ")[0], text.count("### tim-trace gate")
     assert second == 2
-    assert first.splitlines()[0].endswith("a\\|b: 1 of 2 conditions failed")
+    assert first.splitlines()[0].endswith("a\\|b: FAILED: 1 of 2 conditions")
     failed, passed = ([cell.strip() for cell in line.split(" | ")] for line in text.splitlines()[4:6])
     assert failed[:3] == ["| tim.num_tokens>0", "**failed**", f"{found.verdicts[0].value:.6g}"]
     assert passed[1] == "passed"
