@@ -205,6 +205,9 @@ class Commands(click.Group):
             raise
         except click.UsageError as error:
             failure: click.ClickException = error
+            if isinstance(error, click.NoSuchOption):  # --help resembles every short option
+                near = [name for name in error.possibilities or () if name != "--help"]
+                failure = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
             code = "UsageError"
         except (TimTraceError, OSError) as error:
             told = error if isinstance(error, TimTraceError) else of_system(error)
@@ -320,8 +323,12 @@ class _Form:
         piped = None if self.is_wide or name not in MAIN_COLUMNS else _PIPE_WIDTH
         shown = text or (lambda width: to_text(rows, width or piped, MAIN_COLUMNS.get(name, ())))
         self.answer(json=lambda: rows, text=shown, rows=lambda: rows)
-        if name in _LEGENDS and sys.stdout.isatty() and not (self.as_json or self.as_csv):
-            _tell(f"columns explained: {_LEGENDS[name]}")
+        if name in _LEGENDS:
+            self.hint(f"columns explained: {_LEGENDS[name]}")
+
+    def hint(self, sentence: str) -> None:
+        if sys.stdout.isatty() and not (self.as_json or self.as_csv):
+            _tell(sentence)
 
 
 _PIPE_WIDTH = 120
@@ -763,7 +770,7 @@ def stats(
     form.table(rows, "" if like else "stats")
     for sentence in likeness(database, pair=pair, steps=ALL_STEPS, like=like, **options):
         _tell(sentence)
-    _tell(f"next: tim-trace diagnose {shlex.quote(traces[0])}")
+    form.hint(f"next: tim-trace diagnose {shlex.quote(traces[0])}")
 
 
 @_command("tim-trace diagnose runs/demo")
@@ -869,8 +876,8 @@ def corrections(traces: Sequence[str], form: _Form, **options: object) -> None:
     rows = _asked(analysis.corrections, list(traces), held_back=options["ray"], **options)
     form.table(rows, "corrections")
     if options["by"] == "run":
-        _tell(sentence(rows))
-    _tell(f"next: tim-trace objective {shlex.quote(traces[0])} --loss correction=token_mask,correction_high=2")
+        form.hint(sentence(rows))
+    form.hint(f"next: tim-trace objective {shlex.quote(traces[0])} --loss correction=token_mask,correction_high=2")
 
 
 @_command("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
@@ -895,7 +902,7 @@ def objective(trace: str, by: str, form: _Form, **options: object) -> None:
 
     found = _asked(analysis.objective, trace, held_back=options["ray"], **options)
     form.result(found, text={"by": by}, rows={"by": by}, json=None if by == "step" else RUN_FORM)
-    _tell(f"next: tim-trace corrections {shlex.quote(trace)}")
+    form.hint(f"next: tim-trace corrections {shlex.quote(trace)}")
 
 
 @_command("tim-trace dynamics runs/demo")
@@ -1239,7 +1246,7 @@ def watch(trace: str, once: bool, form: _Form, **options: object) -> None:
 
 
 @_command("tim-trace export runs/demo --to parquet -o runs/demo-export")
-@_option("--to", ("parquet", "tensorboard", "wandb"), "File format to write.", required=True)
+@_option("--to", "[parquet|tensorboard|wandb]", "File format to write.", required=True)
 @_option("-o --output", "DIR", "Folder to write the files to.", required=True)
 @_pair_and_steps
 @_flag("--force", "Replace existing files.")

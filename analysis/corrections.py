@@ -81,15 +81,11 @@ def corrections(
 
 
 def sentence(rows: Rows) -> str:
-    """Describe the first run: the error without a correction, and which corrections cut tokens."""
+    """Describe the first run: the error without a correction, and which corrections change no token."""
     plain, *rules = (row for row in rows.dicts() if row["run"] == rows.dicts()[0]["run"])
     idle = sum(not (row["share_tokens_cut"] or row["share_tokens_truncated"]) for row in rules)
-    most = max(rules, key=lambda row: row["share_tokens_cut"] or 0.0)
-    return (
-        f"without a correction, the mean of a function between -1 and 1 is off by up to {plain['bias_token']:.3g}; "
-        f"{idle} of {len(rules)} corrections change no token, and {most['correction']} masks the most "
-        f"({most['share_tokens_cut'] or 0.0:.1%})"
-    )
+    error = f"without a correction, the mean of a function between -1 and 1 is off by up to {plain['bias_token']:.3g}"
+    return f"{error}; {idle} of {len(rules)} corrections change no token"
 
 
 def _rules(

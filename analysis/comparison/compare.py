@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import overload
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .comparison import KINDS, Comparison, RunDifference, stated_differences
 from .passes import PassComparison, compare_passes
-from .series import FEWEST, sequence_differences, series_differences, token_differences
+from .series import sequence_differences, series_differences, token_differences
 
 DEFAULT_PAIR = f"{TRAIN}:{ROLLOUT}"
 
@@ -51,7 +51,7 @@ def compare(
     settings, sampling settings, the most frequent execution contract for each pass and step, and at the shared steps:
 
     - prompts, and responses to identical prompts
-    - loss masks, values of reward functions and finish reasons of identical responses
+    - loss masks and finish reasons of identical responses
     - logprobs, bit for bit, until two responses to one prompt diverge
     - rewards for identical responses (tolerance 1e-6 times the step's largest reward), also if only one run has one
     - advantages for identical responses in groups with the same rewards in both runs
@@ -94,13 +94,13 @@ def compare(
             names_of_both = sorted(name for name in passes[0] & passes[1] if not name.startswith(REPLAY_PREFIX))
             found += token_differences(of_a, of_b, shared, names_of_both)
         advance(1)
-        same, within, too_few = list[str](), list[str](), list[str]()
-        found += series_differences(series_a, series_b, same, within, too_few)
+        same, within = list[str](), list[str]()
+        found += series_differences(series_a, series_b, same, within)
         advance(1)
     return Comparison(
         a=of_a.given[0], b=of_b.given[0], pair=pair, steps=steps, num_steps=len(shared or of_series[0] & of_series[1]), same=tuple(same),
         differences=tuple(sorted(found, key=_order)), within_scatter=tuple(within),
-        note_codes=tuple(_notes(series_a.keys(), series_b.keys(), shared, too_few)),
+        note_codes=tuple(_notes(series_a.keys(), series_b.keys(), shared)),
     )  # fmt: skip
 
 
@@ -118,13 +118,9 @@ def _steps(a: Database, b: Database) -> Iterator[RunDifference]:
         yield RunDifference(kind="steps", name="", step=first, a=one, b=two, values={"num_steps": len(alone)})
 
 
-def _notes(
-    of_a: Collection[str], of_b: Collection[str], shared: list[int], too_few: Sequence[str]
-) -> Iterator[Statement]:
+def _notes(of_a: Collection[str], of_b: Collection[str], shared: list[int]) -> Iterator[Statement]:
     if not shared:
         yield Statement(code="no_sequences")
-    if too_few:
-        yield Statement(code="too_few", values={"series": ", ".join(too_few), "fewest": FEWEST})
     for code, one, other in (("only_a", of_a, of_b), ("only_b", of_b, of_a)):
         names = [name for name in one if name not in other]
         if names:

@@ -53,7 +53,7 @@ class Comparison(Result):
     same: tuple[str, ...]
     """Series that are bitwise equal at every step."""
     within_scatter: tuple[str, ...]
-    """Series that differ only by noise."""
+    """Series that differ only by noise, or that have too few common steps to tell."""
     note_codes: tuple[Statement, ...] = ()
     """Limits of the comparison (codes in text.NOTES)."""
 

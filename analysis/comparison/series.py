@@ -11,18 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from ..facts.changes import FEWEST as FEWEST_CHANGES
 from ..facts.changes import change_points
-from ..facts.rollouts import Rollouts, value_differences
+from ..facts.rollouts import Rollouts
 from ..facts.series import LINEAR, LOG, MISMATCH, Series, shared_values
-from ..facts.two_runs import Prefixes, RowDifferences, read_prefixes, row_differences, values_differ
-from ..statement import Measured
+from ..facts.two_runs import RowDifferences, read_prefixes, row_differences, values_differ
 from ..statistics.noise import half_square_difference, highest_long_run_variance, peaks, robust_sd, tamed
 from ..trace.database import Database
-from ..trace.ragged import array_of, first, flat
+from ..trace.ragged import array_of
 from ..trace.tokens import step_ranges, tokens_by_step
 from .comparison import RunDifference
 
@@ -40,12 +37,11 @@ LAGS = ("policy_lag", "version_lag")
 
 
 def series_differences(
-    a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str], too_few: list[str]
+    a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
     """Yield the series that differ.
 
-    The names of bitwise equal series are appended to `same`, those of series that differ only by noise to `within`, and
-    those with too few steps to estimate the noise to `too_few`.
+    The names of bitwise equal series are appended to `same`, and those of series that differ only by noise to `within`.
     """
     for name in a:
         if name not in b:
@@ -64,13 +60,7 @@ def series_differences(
                 kind="lag" if name in LAGS else "series", name=name, step=int(steps[first]), a=float(one[first]),
                 b=float(two[first]), values={} if name in LAGS else {"num_steps": int(differs.sum())},
             )  # fmt: skip
-        elif not is_visible.any():
-            within.append(name)
-        elif len(steps) < FEWEST:
-            too_few.append(name)
-        elif found := _apart(a[name], steps, one, two):
-            yield found
-        elif a[name].scale == LOG and a[name].kind == MISMATCH and (found := _peaks_apart(a[name], steps, one, two)):
+        elif is_visible.any() and (found := _apart(a[name], steps, one, two) or _peaks_apart(a[name], steps, one, two)):
             yield found
         else:
             within.append(name)
@@ -94,29 +84,32 @@ def _apart(series: Series, steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> R
     for low, end in pairwise([0, *cuts, len(since)]):
         start = low + _onset(gap_n[low:end])
         if end - start >= FEWEST and (size := _beyond(gap_n[start:end], gap_n[low:end])) is not None:
-            inside = first + np.arange(start, end)
-            inside = inside[a[inside] != b[inside]]
-            return RunDifference(
-                kind="series", name=series.name, step=int(since[start]), a=float(np.median(a[inside])),
-                b=float(np.median(b[inside])), size_in_sd=None if math.isinf(size) else size,
-                values={"num_steps": end - start, "statistic": "median"},
-            )  # fmt: skip
+            return _levels(series, steps, (a, b), slice(first + start, first + end), "median", size)
     return None
 
 
 def _peaks_apart(series: Series, steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> RunDifference | None:
     """Find where one run's mismatch peaks lie beyond all values of the other run, at least once every three steps."""
+    if series.kind != MISMATCH or series.scale != LOG:
+        return None
     joint = replace(series, values=np.concatenate([a, b])).scaled
     for low, high in np.array([[joint[: len(a)], joint[len(a) :]], [joint[len(a) :], joint[: len(a)]]]):
         beyond = peaks(high) > low.max() + BEYOND_SD * robust_sd(np.diff(low)) / math.sqrt(2)
         ends = np.flatnonzero(np.diff(beyond, prepend=False, append=False)).reshape(-1, 2)
         for start, end in ends[np.diff(ends)[:, 0] >= FEWEST_PEAKS]:
-            return RunDifference(
-                kind="series", name=series.name, step=int(steps[start]), a=float(np.median(peaks(a)[start:end])),
-                b=float(np.median(peaks(b)[start:end])),
-                values={"num_steps": int(end - start), "statistic": "median peak"},
-            )  # fmt: skip
+            return _levels(series, steps, (peaks(a), peaks(b)), slice(start, end), "median peak")
     return None
+
+
+def _levels(
+    series: Series, steps: np.ndarray, of_runs: tuple[np.ndarray, np.ndarray], inside: slice, statistic: str, size: float = math.inf
+) -> RunDifference:  # fmt: skip
+    one, two = (float(np.median(values[inside])) for values in of_runs)
+    return RunDifference(
+        kind="series", name=series.name, step=int(steps[inside][0]), a=one, b=two,
+        size_in_sd=None if math.isinf(size) else size,
+        values={"num_steps": len(steps[inside]), "statistic": statistic},
+    )  # fmt: skip
 
 
 def _onset(gap_n: np.ndarray) -> int:
@@ -152,7 +145,7 @@ def sequence_differences(a: Rollouts, b: Rollouts) -> Iterator[RunDifference]:
     found = row_differences(a, b)
     pairs = found.pairs
     yield from _prompts(a, b, found)
-    yield from _responses(found)
+    yield from _unequal("responses", "", found.step_K, pairs.equal)
     for kind, name, differs_K, fair_K in (
         ("rewards", "reward", found.rewards_K, pairs.equal),
         ("advantages", "advantage", found.advantages_K, found.is_alike_K),
@@ -173,14 +166,13 @@ def _prompts(a: Rollouts, b: Rollouts, found: RowDifferences) -> Iterator[RunDif
         )  # fmt: skip
 
 
-def _responses(found: RowDifferences) -> Iterator[RunDifference]:
-    equal = found.pairs.equal
-    if not equal.all():
-        first = int(found.step_K[~equal].min())
-        at_first = found.step_K == first
-        text = f"{int((equal & at_first).sum())} of {int(at_first.sum())} equal"
-        values = {"share": float((~equal).mean()), "num_pairs": len(equal)}
-        yield RunDifference(kind="responses", name="", step=first, a=text, b=text, values=values)
+def _unequal(kind: str, name: str, step_K: np.ndarray, equal_K: np.ndarray) -> Iterator[RunDifference]:
+    if not equal_K.all():
+        first = int(step_K[~equal_K].min())
+        at_first = step_K == first
+        text = f"{int((equal_K & at_first).sum())} of {int(at_first.sum())} equal"
+        values = {"share": float((~equal_K).mean()), "num_pairs": len(equal_K)}
+        yield RunDifference(kind=kind, name=name, step=first, a=text, b=text, values=values)
 
 
 def _first(
@@ -225,55 +217,28 @@ class _PassDifference:
 
 
 COLUMNS = {
-    "response_mask": "coalesce(response_mask, list_resize([]::BOOLEAN[], num_response_tokens, true))::TINYINT[]",
-    "rewards": "list_transform(list_sort(map_keys(rewards)), lambda name: rewards[name])",
-    "finish_reason": "CASE WHEN finish_reason IS NOT NULL THEN [finish_reason] END",
+    "response_mask": "hash(coalesce(response_mask, list_resize([]::BOOLEAN[], num_response_tokens, true)))::DOUBLE",
+    "finish_reason": "CASE WHEN finish_reason IS NOT NULL THEN hash(finish_reason)::DOUBLE END",
 }
-"""Columns of `sequences` that are compared element by element for identical responses, as SQL lists. Prompts, rewards,
-advantages, sampling settings and policy versions have their own kinds of difference."""
-
-
-@dataclass(slots=True)
-class _ColumnDifference:
-    name: str
-    first: tuple[int, Measured, Measured] | None = None
-    """Step and values of the first difference."""
-    num_pairs: int = 0
-    num_unequal: int = 0
-
-    def add(self, prefixes: Prefixes) -> None:
-        (a, length_a), (b, length_b) = (flat(rows[self.name]) for rows in (prefixes.a, prefixes.b))
-        num_K = np.where(prefixes.equal_K, np.minimum(length_a, length_b), 0)
-        a_T, b_T = (each.filter(pa.array(first(n, num_K))) for each, n in ((a, length_a), (b, length_b)))
-        if pa.types.is_string(a_T.type):
-            differs_T = array_of(pc.not_equal(a_T, b_T))
-        else:
-            differs_T = value_differences(array_of(a_T), array_of(b_T), np.abs(array_of(b_T)))[1]
-        row_T = np.repeat(np.arange(len(num_K)), num_K)[differs_T]
-        self.num_pairs += int((num_K > 0).sum())
-        self.num_unequal += len(np.unique(row_T))
-        if len(row_T) and self.first is None:
-            place, step_K = int(np.flatnonzero(differs_T)[0]), array_of(prefixes.a["step"])
-            self.first = int(step_K[row_T[0]]), a_T[place].as_py(), b_T[place].as_py()
 
 
 def token_differences(a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]) -> Iterator[RunDifference]:
-    """Yield the first difference in each of COLUMNS, and each pass's first and largest logprob difference. Logprobs are
-    compared until the responses diverge."""
+    """Yield each of COLUMNS that differs between identical responses, and each pass's first and largest logprob
+    difference. Logprobs are compared until the responses diverge."""
     found = {name: _PassDifference() for name in passes}
-    tokens, wanted, of_columns = tokens_by_step(a), set(steps), [_ColumnDifference(name) for name in COLUMNS]
+    tokens, wanted = tokens_by_step(a), set(steps)
     columns = "".join(f", {value} AS {name}" for name, value in COLUMNS.items())
+    equal: list[np.ndarray] = []
     for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):
         prefixes = read_prefixes(a, b, chunk, passes, columns)
-        for column in of_columns:
-            column.add(prefixes)
+        sides = [{name: array_of(rows[name]) for name in COLUMNS} for rows in (prefixes.a, prefixes.b)]
+        is_equal = [~(np.abs(sides[0][name] - sides[1][name]) > 0) for name in COLUMNS]
+        equal.append(np.stack([array_of(prefixes.a["step"]), *is_equal])[:, prefixes.equal_K])
         for name, of_pass in found.items():
             of_pass.add(array_of(prefixes.a["step"]), *prefixes.logprobs(name))
-    for column in of_columns:
-        if column.first is not None:
-            step, one, two = column.first
-            values = {"share": column.num_unequal / column.num_pairs, "num_pairs": column.num_pairs}
-            yield RunDifference(kind="columns", name=column.name, step=step, a=one, b=two, values=values)
+    step_K, *of_columns = np.concatenate(equal, axis=1)
+    for name, equal_K in zip(COLUMNS, of_columns, strict=True):
+        yield from _unequal("columns", name, step_K, equal_K > 0)
     for name, of_pass in found.items():
         if of_pass.step is not None:
             yield RunDifference(

@@ -6,6 +6,7 @@ from ...schemas.errors import ColumnsLeftOut, warn
 from ..rows import MAIN_COLUMNS, Form, Rows, counted, of_steps, shown, to_text, wrapped
 from ..statement import Measured, sentences
 from .comparison import Comparison, RunDifference
+from .series import FEWEST
 
 FIRST: Mapping[str, str] = {
     "steps": "step {step} has sequences in one run only",
@@ -14,7 +15,7 @@ FIRST: Mapping[str, str] = {
     "contract": "{name} is {a} in A and {b} in B",
     "prompts": "the prompts differ ({a} in A, {b} in B, {num_shared} shared)",
     "responses": "identical prompts get different responses ({a})",
-    "columns": "identical responses have a different {name} ({a} in A, {b} in B; {share:.1%} of {num_pairs:,} pairs)",
+    "columns": "identical responses have different values of {name} ({a}; {share:.1%} of {num_pairs:,} pairs differ)",
     "logprobs": "{name} gives identical tokens different logprobs ({a} in A, {b} in B; largest difference "
     "{largest:.3g} nats, at "
     "step {largest_step})",
@@ -26,7 +27,6 @@ FIRST: Mapping[str, str] = {
 
 NOTES: Mapping[str, str] = {
     "no_sequences": "no step has sequences in both runs, so only settings and series were compared",
-    "too_few": "too few common steps to tell a difference from noise (at least {fewest} needed): {series}",
     "only_a": "series only in A: {series}",
     "only_b": "series only in B: {series}",
 }
@@ -80,7 +80,10 @@ def comparison_text(found: Comparison, width: int | None = None) -> str:
     if found.same:
         parts.append(wrapped(f"Bitwise equal at every step: {', '.join(found.same)}.", "", width))
     if found.within_scatter:
-        parts.append(wrapped(f"Equal within noise: {', '.join(found.within_scatter)}.", "", width))
+        judged = (
+            "Equal within noise" if found.num_steps >= FEWEST else "Different, but too few steps to tell from noise"
+        )
+        parts.append(wrapped(f"{judged}: {', '.join(found.within_scatter)}.", "", width))
     parts += [wrapped(f"note: {note}", "", width) for note in notes(found)]
     return "\n\n".join(parts)
 

@@ -13,7 +13,7 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..facts.changes import FEWEST, ChangePoint, change_points, known_run, read_changes, read_fall
 from ..facts.read_series import read_series
-from ..facts.series import LOG, MISMATCH, Fall, Series
+from ..facts.series import LINEAR, LOG, MISMATCH, Fall, Series
 from ..statement import Statement
 from ..statistics.intervals import student_quantile
 from ..statistics.location import RAMP
@@ -55,11 +55,7 @@ def dynamics(
         fall = read_fall(known, names)
         known_series = read_series(known, pair=names)
         changes_of = {
-            name: tuple(
-                change
-                for change in changes or peak_changes(known_series[name])
-                if change.low <= axis[-1] and change.high >= axis[0]
-            )
+            name: tuple(c for c in changes or peaks_of(known_series[name]) if c.low <= axis[-1] and c.high >= axis[0])
             for name, changes in read_changes(known, names).items()
         }
     onsets = onsets_of(changes_of, {name: one.kind for name, one in known_series.items()})
@@ -78,24 +74,17 @@ LEAST_SD = 2.0
 
 _PLANNED = "learning_rate"
 
-
-PEAKS = "peaks"
-PEAKS_SD = 5.0
-"""Minimum change of a mismatch's peaks, relative to its scatter before the change. In pure noise, the false-positive
-rate is 0.01 or less."""
+PEAKS, PEAKS_SD = "peaks", 5.0
+"""Minimum change of peaks, relative to the scatter before. The false-positive rate in pure noise is 0.01 or less."""
 
 
-def peak_changes(series: Series) -> tuple[ChangePoint, ...]:
-    """Find the changes of a mismatch that differ only at some steps, such as an engine that is stale at every other
-    step."""
-    if series.kind != MISMATCH or series.scale != LOG:
-        return ()
-    known, found = series.known, list[ChangePoint]()
-    for change in change_points(replace(series, steps=series.steps[known], values=peaks(series.values[known]))):
-        scatter = robust_sd(np.log(series.values[known & (series.steps < change.step) & (series.values > 0)]))
-        if change.before > 0 and abs(math.log(change.after / change.before)) > PEAKS_SD * scatter:
-            found.append(replace(change, kind=PEAKS))
-    return tuple(found)
+def peaks_of(series: Series) -> Iterator[ChangePoint]:
+    """Yield the changes of a mismatch that only some steps have, such as an engine that is stale at every other step."""
+    if series.kind == MISMATCH and series.scale == LOG:
+        steps, logs = series.steps[series.known], series.scaled[series.known]
+        for change in change_points(Series(series.name, steps, peaks(logs), LINEAR, series.kind)):
+            if abs(change.after - change.before) > PEAKS_SD * robust_sd(logs[steps < change.step]):
+                yield replace(change, kind=PEAKS, before=math.exp(change.before), after=math.exp(change.after))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...tracer.arrow_arrays import number_array
 from ..statement import Measured
 from ..statistics.estimators import Array
 from ..trace.columns import OptionalColumns, sequence_columns
@@ -97,7 +98,8 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
 
 
 def _by_step(table: pa.Table, p99: Mapping[int, float | None]) -> dict[str, np.ndarray]:
-    table = table.filter(pc.field("num_tokens") > 0).sort_by([("step", "ascending"), ("seq_id", "ascending")])
+    table = table.take(number_array(np.flatnonzero(array_of(table["num_tokens"]) > 0), pa.int64()))
+    table = table.take(pc.sort_indices(table, [("step", "ascending"), ("seq_id", "ascending")]))
     sums = {name: array_of(table[name]) for name in table.column_names if name != "seq_id"}
     steps, place_N = np.unique(sums["step"], return_inverse=True)
     if "advantage" in sums:

@@ -102,11 +102,7 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
 
 
 def peaks(values: np.ndarray) -> np.ndarray:
-    """Return the largest of each value and the two before it, which shows a change that only some steps have.
-
-    >>> peaks(np.array([1.0, 9.0, 1.0, 1.0, 1.0])).tolist()
-    [1.0, 9.0, 9.0, 9.0, 1.0]
-    """
+    """Return the largest of each value and the two before it, which shows changes that only some steps have."""
     padded = np.pad(values, (2, 0), constant_values=-np.inf)
     return np.asarray(np.lib.stride_tricks.sliding_window_view(padded, 3).max(axis=-1))
 

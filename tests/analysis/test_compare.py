@@ -173,24 +173,24 @@ def of_values(values, name="reward"):
     [
         ([1.0, 2.0], [1.0, 2.0], "same"),
         ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], (1, None)),
-        ([1.0, 1.0], [2.0, 2.0], "too few"),  # two steps have no scatter that could be told
+        ([1.0, 1.0], [2.0, 2.0], "within"),  # two steps have no scatter that could be told
         ([1.0, 1.0, 1.0, 1.0], [1.0 + 1e-9] * 4, "within"),  # two numbers that print alike are no difference
         ([1.0, 1.2, 0.9, 1.1], [1.1, 1.0, 1.2, 0.9], "within"),
         ([1.0, np.nan, 1.0], [1.0, 3.0, 1.0], "same"),  # what one run did not record is not compared
     ],
 )
 def test_short_series(a, b, expected):
-    same, within, too_few = [], [], []
-    found = list(series_differences(of_values(a), of_values(b), same, within, too_few))
+    same, within = [], []
+    found = list(series_differences(of_values(a), of_values(b), same, within))
     if isinstance(expected, str):
         assert found == []
-        assert {"same": same, "within": within, "too few": too_few}[expected] == ["reward"]
+        assert {"same": same, "within": within}[expected] == ["reward"]
     else:
         assert [(one.step, one.size_in_sd) for one in found] == [expected]
 
 
 def test_an_infinite_value_of_one_run_is_a_difference():
-    (found,) = series_differences(of_values([1.0, np.inf, 1.0]), of_values([1.0, 1.0, 1.0]), [], [], [])
+    (found,) = series_differences(of_values([1.0, np.inf, 1.0]), of_values([1.0, 1.0, 1.0]), [], [])
     assert (found.step, found.b) == (2, 1.0)
     assert np.isnan(found.a)
 
@@ -202,7 +202,7 @@ def test_a_mismatch_of_every_second_step_differs_and_one_of_two_steps_does_not(n
 
     def differences():
         runs = ({name: named(name, np.arange(1, 25), values, "")} for values in (a, b * off))
-        return list(series_differences(*runs, [], [], []))
+        return list(series_differences(*runs, [], []))
 
     assert differences() == []
     off[[11, 13]] = 3000
@@ -213,12 +213,11 @@ def test_a_mismatch_of_every_second_step_differs_and_one_of_two_steps_does_not(n
     assert found.b > 100 * found.a
 
 
-def test_masks_finish_reasons_and_reward_functions_of_identical_responses_are_compared(tmp_path):
-    plain = {"response_mask": [[1, 1, 0]] * 2, "finish_reason": ["stop"] * 2, "rewards": {"fits": [1.0, 0.5]}}
+def test_masks_and_finish_reasons_of_identical_responses_are_compared(tmp_path):
+    plain = {"response_mask": [[1, 1, 0]] * 2, "finish_reason": ["stop"] * 2}
     others = {
         "response_mask": [[1, 1, 0], [0, 1, 1]],
         "finish_reason": ["stop", "length"],
-        "rewards": {"fits": [1.0, 0.25]},
     }
     for name, columns in ((None, plain), *((name, plain | {name: value}) for name, value in others.items())):
         with Recorder(tmp_path / str(name)) as recorder:
@@ -238,7 +237,7 @@ def test_chance_alone_rarely_gives_a_difference():
     for num in (5, 8, 15, 40, 200):
         for _ in range(200):
             a, b = (of_values(1.0 + draw.normal(0, 0.1, num)) for _ in range(2))
-            found += len(list(series_differences(a, b, [], [], [])))
+            found += len(list(series_differences(a, b, [], [])))
     assert found <= 5
 
 

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.dynamics.dynamics import dynamics, growths, onsets_of, peak_changes
+from tim_trace.analysis.dynamics.dynamics import dynamics, growths, onsets_of, peaks_of
 from tim_trace.analysis.dynamics.text import dynamics_text, summary_sentences, unanswered_sentences
 from tim_trace.analysis.facts.changes import change_points
 from tim_trace.analysis.facts.read_series import read_series
@@ -331,13 +331,13 @@ def test_a_mismatch_of_every_second_step_changes_at_some_steps():
     draw, found = np.random.default_rng(2), 0
     for _ in range(100):
         usual = np.exp(draw.normal(-14, 0.4, 24))
-        found += bool(peak_changes(series(usual, "k3")))
+        found += bool(list(peaks_of(series(usual, "k3"))))
         usual[9::2] *= 3000
         assert change_points(series(usual, "k3")) == []
-        (change,) = peak_changes(series(usual, "k3"))
+        (change,) = peaks_of(series(usual, "k3"))
         assert (change.step, change.kind) == (10, "peaks")
     assert found <= 2
-    assert peak_changes(series(usual, "reward")) == ()
+    assert list(peaks_of(series(usual, "reward"))) == []
 
 
 def test_one_outlier_is_no_change():
