@@ -553,12 +553,12 @@ class Recorder:
             return per_row(value, rows, column.type, what, flags=column.takes_flags)
 
         ids = {"prompt_ids": prompt_ids, "response_ids": response_ids}
-        content = hash((where, *(of.values.tobytes() for of in ids.values() if of is not None)))
-        if warn and rows > 1 and content == self._last_rows:
-            warn("twice", f"{where}: this batch has the same tokens as the one before; was it added twice?")
-        self._last_rows = content
         columns = {name: ids[name] if name in ids else prepared(column) for name, column in _STAGED.items()}
         columns |= {f"num_{name.replace('ids', 'tokens')}": of.lengths for name, of in ids.items() if of is not None}
+        content = (where, *(of.values.tobytes() if isinstance(of, Ragged) else repr(of) for of in columns.values()))
+        if warn and rows > 1 and hash(content) == self._last_rows:
+            warn("twice", f"{where}: this batch is identical to the one before; was it added twice?")
+        self._last_rows = hash(content)
         batch.resolve(lengths, padding, None if prompt_ids is None else prompt_ids.lengths)
         return columns
 

@@ -517,7 +517,7 @@ def test_a_batch_that_is_added_twice_warns_and_is_recorded(tmp_path):
         recorder.add_sequences(step=1, **rows)
         recorder.add_sequences(step=1, **rows | {"response_ids": [[4, 5], [7]]})
         recorder.add_sequences(step=2, **rows)
-        with pytest.warns(TimTraceWarning, match="step 2: this batch has the same tokens as the one before"):
+        with pytest.warns(TimTraceWarning, match="step 2: this batch is identical to the one before"):
             recorder.add_sequences(step=2, **rows)
     assert connect(tmp_path / "run").execute("SELECT count(*) FROM sequences").fetchall() == [(8,)]
 
