@@ -90,7 +90,7 @@ def _apart(series: Series, steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> R
 
 def _peaks_apart(series: Series, steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> RunDifference | None:
     """Find where one run's mismatch peaks lie beyond all values of the other run, at least once every three steps."""
-    if series.kind != MISMATCH or series.scale != LOG:
+    if series.kind != MISMATCH or series.scale != LOG or len(steps) < FEWEST_PEAKS:
         return None
     joint = replace(series, values=np.concatenate([a, b])).scaled
     for low, high in np.array([[joint[: len(a)], joint[len(a) :]], [joint[len(a) :], joint[: len(a)]]]):

@@ -213,6 +213,14 @@ def test_a_mismatch_of_every_second_step_differs_and_one_of_two_steps_does_not(n
     assert found.b > 100 * found.a
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 8])
+def test_a_mismatch_of_few_steps_is_compared(num_steps):
+    a, b = ({"k3": named("k3", np.arange(num_steps), np.arange(1.0, num_steps + 1) * size, "")} for size in (1, 1.1))
+    within = []
+    found = list(series_differences(a, b, [], within))
+    assert len(found) + len(within) == 1
+
+
 def test_masks_and_finish_reasons_of_identical_responses_are_compared(tmp_path):
     plain = {"response_mask": [[1, 1, 0]] * 2, "finish_reason": ["stop"] * 2}
     others = {
