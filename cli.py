@@ -205,6 +205,9 @@ class Commands(click.Group):
             raise
         except click.UsageError as error:
             failure: click.ClickException = error
+            if isinstance(error, click.NoSuchOption):  # --help resembles every short option
+                near = [name for name in error.possibilities or () if name != "--help"]
+                failure = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
             code = "UsageError"
         except (TimTraceError, OSError) as error:
             told = error if isinstance(error, TimTraceError) else of_system(error)
@@ -317,12 +320,19 @@ class _Form:
         )  # fmt: skip
 
     def table(self, rows: Rows, name: str = "", *, text: Callable[[int | None], str] | None = None) -> None:
-        shown = text or (lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())))
+        piped = None if self.is_wide or name not in MAIN_COLUMNS else _PIPE_WIDTH
+        shown = text or (lambda width: to_text(rows, width or piped, MAIN_COLUMNS.get(name, ())))
         self.answer(json=lambda: rows, text=shown, rows=lambda: rows)
-        if name in _LEGENDS and sys.stdout.isatty() and not (self.as_json or self.as_csv):
-            _tell(f"columns explained: {_LEGENDS[name]}")
+        if name in _LEGENDS:
+            self.hint(f"columns explained: {_LEGENDS[name]}")
+
+    def hint(self, sentence: str) -> None:
+        if sys.stdout.isatty() and not (self.as_json or self.as_csv):
+            _tell(sentence)
 
 
+_PIPE_WIDTH = 120
+"""Width of tables with main columns, if the output is not a terminal (characters)."""
 _LEGENDS = {"stats": "docs/reference/sql.md#statistics", "corrections": "docs/reference/sql.md#corrections"}
 """Explanations of a table's columns."""
 
@@ -760,6 +770,7 @@ def stats(
     form.table(rows, "" if like else "stats")
     for sentence in likeness(database, pair=pair, steps=ALL_STEPS, like=like, **options):
         _tell(sentence)
+    form.hint(f"next: tim-trace diagnose {shlex.quote(traces[0])}")
 
 
 @_command("tim-trace diagnose runs/demo")
@@ -860,7 +871,13 @@ def corrections(traces: Sequence[str], form: _Form, **options: object) -> None:
     rule as published, the ratio that it bounds (the inverse ratio for verl's k1), and the condition for keeping a
     token, where rho = exp(d). docs/reference/sql.md explains the columns, including when they are empty.
     """
-    form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
+    from .analysis.corrections import sentence
+
+    rows = _asked(analysis.corrections, list(traces), held_back=options["ray"], **options)
+    form.table(rows, "corrections")
+    if options["by"] == "run":
+        form.hint(sentence(rows))
+    form.hint(f"next: tim-trace objective {shlex.quote(traces[0])} --loss correction=token_mask,correction_high=2")
 
 
 @_command("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
@@ -885,6 +902,7 @@ def objective(trace: str, by: str, form: _Form, **options: object) -> None:
 
     found = _asked(analysis.objective, trace, held_back=options["ray"], **options)
     form.result(found, text={"by": by}, rows={"by": by}, json=None if by == "step" else RUN_FORM)
+    form.hint(f"next: tim-trace corrections {shlex.quote(trace)}")
 
 
 @_command("tim-trace dynamics runs/demo")
@@ -1228,7 +1246,7 @@ def watch(trace: str, once: bool, form: _Form, **options: object) -> None:
 
 
 @_command("tim-trace export runs/demo --to parquet -o runs/demo-export")
-@_option("--to", ("parquet", "tensorboard", "wandb"), "File format to write.", required=True)
+@_option("--to", "[parquet|tensorboard|wandb]", "File format to write.", required=True)
 @_option("-o --output", "DIR", "Folder to write the files to.", required=True)
 @_pair_and_steps
 @_flag("--force", "Replace existing files.")
@@ -1271,8 +1289,10 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: object) -> 
     is 1 if the gate fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is
     `cannot tell` if the confidence interval over groups contains the threshold or cannot be computed.
     """
+    from .analysis.gate.gate import gated_text
+
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
-    form.table(table(found.verdicts), "gate")
+    form.table(table(found.verdicts), "gate", text=lambda width: gated_text(found, width))
     for verdict in found.verdicts:
         if verdict.warns:
             _tell(f"warning: {verdict.condition}: {verdict.how}")

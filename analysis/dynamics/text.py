@@ -7,7 +7,7 @@ from ..facts.recorded import interval_text
 from ..rows import MAIN_COLUMNS, Form, Rows, shown, to_text, wrapped
 from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
-from .dynamics import Dynamics, FirstChange
+from .dynamics import PEAKS, Dynamics, FirstChange
 
 _MOST_NAMED = 3
 
@@ -69,7 +69,8 @@ def onset_text(onset: FirstChange) -> str:
     change = onset.change
     span = f", 95% CI {change.low}-{change.high}" if change.low < change.high else ""
     how = ("rises", "drops") if change.kind != RAMP else ("starts to rise", "starts to drop")
-    return f"{onset.name} ({how[change.after < change.before]} at step {change.step}{span}; {change.before:.3g} to {change.after:.3g})"
+    name = f"{onset.name} at some steps" if change.kind == PEAKS else onset.name
+    return f"{name} ({how[change.after < change.before]} at step {change.step}{span}; {change.before:.3g} to {change.after:.3g})"
 
 
 def dynamics_text(found: Dynamics, width: int | None = None) -> str:

@@ -8,58 +8,52 @@ from itertools import chain
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from ...tracer.arrow_arrays import number_array
 from ..statement import Measured
 from ..statistics.estimators import Array
 from ..trace.columns import OptionalColumns, sequence_columns
 from ..trace.database import Database
 from ..trace.macros import quoted_pair
 from ..trace.pair_sums import BATCH_ROWS, Sizes, finite, pair_sums, sizes_of
+from ..trace.quantiles import SHARES, Histogram, quantile_cont, quantiles
 from ..trace.ragged import array_of
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, step_ranges, token_query, tokens_by_step, tokens_of_rows
 from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, Rollouts
-from .series import Fall, Series, by_step, columns_of
+from .series import Fall, Series, columns_of
 
-_KEPT = """
-SELECT step, sum(num_tokens) AS n, sum_in_order(sum_d, seq_id) / n AS mean_d, sum_in_order(sum_abs_d, seq_id) / n AS mean_abs_d,
-       sum_in_order(sum_k3, seq_id) / n AS k3, max(max_abs_d) AS max_abs_d,
-       sum_in_order(sum_weight * exp(peak_d - top_d), seq_id) ** 2
-           / (n * sum_in_order(sum_weight2 * exp(2 * (peak_d - top_d)), seq_id)) AS ess,
-       sum_in_order(CASE WHEN advantage > 0 THEN sum_k3 END, seq_id) / nullif(sum(num_tokens) FILTER (advantage > 0), 0) AS k3_positive,
-       sum_in_order(CASE WHEN advantage < 0 THEN sum_k3 END, seq_id) / nullif(sum(num_tokens) FILTER (advantage < 0), 0) AS k3_negative,
-       any_value(p99_abs_d) AS p99_abs_d
-FROM (SELECT *, max(peak_d) OVER (PARTITION BY run, step) AS top_d FROM pair_sums({pair})) AS kept
-LEFT JOIN (SELECT run, step, seq_id, advantage FROM sequences) USING (run, step, seq_id)
-LEFT JOIN step_cuts({pair}) USING (run, step)
-GROUP BY step ORDER BY step
+_SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "sum_weight", "sum_weight2")
+_SIGNED = ("num_tokens", "sum_k3")
+_SIGNS = {"positive": 1, "negative": -1}
+_KEPT = f"""
+SELECT step, seq_id, {", ".join(_SUMS)}, advantage
+FROM pair_sums({{pair}}) LEFT JOIN (SELECT run, step, seq_id, advantage FROM sequences) USING (run, step, seq_id)
 """
+_CUTS = "SELECT step, p99_abs_d FROM step_cuts({pair})"
 
 
-def read_step_mismatch(database: Database, pair: Pair) -> tuple[list[Series], list[Series]]:
-    """Return the mismatch, and the entropy (nats) estimated as pass a's mean -logprob: [] if it comes from stored sums."""
+def read_step_mismatch(database: Database, pair: Pair) -> list[Series]:
+    """Return the mismatch by step. Stored sums and tokens give the same bits."""
     has = sequence_columns(database)
     if database.sums.covers(pair) and not has.advantages and _used_once(database, pair):
-        rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)))
+        kept, cuts = (query.format(pair=quoted_pair(pair)) for query in (_KEPT, _CUTS))
+        table = database.connection.sql(kept).to_arrow_table()
+        rows = _by_step(table, dict(database.connection.execute(cuts).fetchall()))
     else:
         rows = _of_tokens(database, pair, has)
     names = f"{pair[0]} - {pair[1]}"
     sources = dict.fromkeys(("k3", "mean_abs_d", "p99_abs_d", "max_abs_d", "mean_d", "ess"), f"d = {names}, nats")
-    for sign in ("positive", "negative"):
+    for sign in _SIGNS:
         sources[f"k3_{sign}"] = f"d = {names}, nats, tokens with a {sign} advantage"
-    estimate = columns_of(rows, {"entropy": f"estimated as the mean -logprob in {pair[0]}, nats"})
-    return columns_of(rows, sources), estimate
-
-
-_SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "sum_weight", "sum_weight2")
-_SIGNED = ("num_tokens", "sum_k3")
+    return columns_of(rows, sources)
 
 
 @dataclass(frozen=True, slots=True)
 class _StepBatch:
-    step_N: np.ndarray
-    sums: dict[str, Array]
+    sums: pa.Table
     sizes: Sizes
     num_read: int
     """Number of tokens read, including those excluded from the sums."""
@@ -72,36 +66,46 @@ def _of_tokens(database: Database, pair: Pair, has: OptionalColumns) -> dict[str
     parts = []
     with database.progress("reading tokens by step", sum(num_tokens.values())) as advance:
         for steps in step_ranges(num_tokens) or [range(0)]:
-            query = token_query(passes, ["a.run", "a.step"], run=run, steps=steps, lists=lists)
+            query = token_query(passes, ["a.run", "a.step", "a.seq_id"], run=run, steps=steps, lists=lists)
             batches = []
             for batch in database.connection.mapped_batches(query, _of_batch, BATCH_ROWS):
                 advance(batch.num_read)
                 batches.append(batch)
-            parts.append(_by_step(batches))
+            sizes: dict[int, list[Array]] = {}
+            for _, step, part in chain.from_iterable(batch.sizes for batch in batches):
+                sizes.setdefault(step, []).append(part)
+            cuts = {step: _p99(np.concatenate(found)) for step, found in sizes.items()}
+            parts.append(_by_step(pa.concat_tables([batch.sums for batch in batches]), cuts))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _p99(abs_d_T: Array) -> float | None:
+    return quantiles([abs_d_T], Histogram.of(abs_d_T), quantile_cont)[SHARES.index(0.99)]
 
 
 def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
     tokens = tokens_of_rows(rows, ("a", "b"))
     kept = finite(tokens)
     sums = pair_sums(kept, _SUMS)
-    sequence_T = np.repeat(np.arange(len(tokens.lengths_N)), kept.num_tokens_N)
-    sums["sum_a"] = np.bincount(sequence_T, kept.a_T, minlength=len(tokens.lengths_N))
-    for name, sign in (("positive", 1), ("negative", -1)):
-        signed: Mapping[str, Array] = {}
+    for name, sign in _SIGNS.items():
         if tokens.advantage_T is not None:
             signed = pair_sums(finite(tokens.where(sign * tokens.advantage_T > 0)), _SIGNED)
-        elif tokens.advantage_N is not None:
-            signed = {column: np.where(sign * tokens.advantage_N > 0, sums[column], 0) for column in _SIGNED}
-        sums |= {f"{column}_{name}": values for column, values in signed.items()}
-    return _StepBatch(array_of(rows.column("step")), sums, sizes_of(rows, kept), int(tokens.lengths_N.sum()))
+            sums |= {f"{column}_{name}": values for column, values in signed.items()}
+    if tokens.advantage_N is not None:
+        sums["advantage"] = tokens.advantage_N
+    keys = {name: rows.column(name) for name in ("step", "seq_id")}
+    return _StepBatch(pa.table(keys | sums), sizes_of(rows, kept), int(tokens.lengths_N.sum()))
 
 
-def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
-    sums = {name: np.concatenate([batch.sums[name] for batch in batches]) for name in batches[0].sums}
-    full_N = sums["num_tokens"] > 0
-    steps, place_N = np.unique(np.concatenate([batch.step_N for batch in batches])[full_N], return_inverse=True)
-    sums = {name: values[full_N] for name, values in sums.items()}
+def _by_step(table: pa.Table, p99: Mapping[int, float | None]) -> dict[str, np.ndarray]:
+    table = table.take(number_array(np.flatnonzero(array_of(table["num_tokens"]) > 0), pa.int64()))
+    table = table.take(pc.sort_indices(table, [("step", "ascending"), ("seq_id", "ascending")]))
+    sums = {name: array_of(table[name]) for name in table.column_names if name != "seq_id"}
+    steps, place_N = np.unique(sums["step"], return_inverse=True)
+    if "advantage" in sums:
+        for name, sign in _SIGNS.items():
+            is_signed = sign * sums["advantage"] > 0
+            sums |= {f"{column}_{name}": np.where(is_signed, sums[column], 0) for column in _SIGNED}
 
     def total(values_N: Array) -> Array:
         return np.bincount(place_N, values_N, minlength=len(steps)).astype(np.float64)
@@ -112,20 +116,15 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
         return found
 
     n = total(sums["num_tokens"])
-    sizes: dict[int, list[Array]] = {}
-    for _, step, part in chain.from_iterable(batch.sizes for batch in batches):
-        sizes.setdefault(step, []).append(part)
-    p99 = [np.quantile(np.concatenate(sizes[step]), 0.99, overwrite_input=True) for step in steps.tolist()]
     scale_N = np.exp(sums["peak_d"] - largest(sums["peak_d"])[place_N])
     rows = {
         "step": steps, "mean_d": total(sums["sum_d"]) / n, "mean_abs_d": total(sums["sum_abs_d"]) / n,
         "k3": total(sums["sum_k3"]) / n, "max_abs_d": largest(sums["max_abs_d"]),
         "ess": total(sums["sum_weight"] * scale_N) ** 2 / (n * total(sums["sum_weight2"] * scale_N**2)),
-        "p99_abs_d": np.array(p99),
-        "entropy": -total(sums["sum_a"]) / n,
+        "p99_abs_d": np.array([p99[step] for step in steps.tolist()], np.float64),
     }  # fmt: skip
     with np.errstate(invalid="ignore"):
-        for name in ("positive", "negative"):
+        for name in _SIGNS:
             if f"sum_k3_{name}" in sums:
                 rows[f"k3_{name}"] = total(sums[f"sum_k3_{name}"]) / total(sums[f"num_tokens_{name}"])
     return rows

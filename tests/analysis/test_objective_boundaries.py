@@ -81,7 +81,7 @@ def test_a_sign_that_the_clip_alone_gives_is_none(bias, free, code):
     sides = estimate(bias, min(bias * 0.5, bias * 1.5), max(bias * 0.5, bias * 1.5)), estimate(0.2), estimate(free)
     part = direction(*sides)
     assert part.code == code
-    assert ("the clip determines the direction" in sentence(part)) == code.endswith("opposed")
+    assert ("This comes from clipping" in sentence(part)) == code.endswith("opposed")
     assert direction(estimate(bias, -1.0, 1.0), *sides[1:]).code == "large_noise"
 
 

@@ -162,8 +162,8 @@ def test_an_effect_on_the_objective_is_called_what_its_numbers_say(push, interva
 @pytest.mark.parametrize(
     ("push", "interval", "free", "code", "short"),
     [
-        (0.144, (0.1, 0.2), -0.183, "opposed", "no clear direction"),
-        (0.0109, (0.008, 0.012), -0.0379, "opposed", "no clear direction"),
+        (0.144, (0.1, 0.2), -0.183, "opposed", "bias caused by clipping"),
+        (0.0109, (0.008, 0.012), -0.0379, "opposed", "bias caused by clipping"),
         (0.144, (0.1, 0.2), 0.183, "large_push", "large bias"),
         (0.0109, (-0.008, 0.012), -0.0379, "noise", "noise"),
     ],

@@ -386,6 +386,15 @@ def test_vllm_takes_of_the_recorded_arguments_what_is_a_number_or_a_word():
 
 
 @pytest.mark.parametrize(
+    ("contract", "dtype"), [({"dtype": "bfloat16"}, "bfloat16"), ({"dtype": "fp4"}, "float32"), ({}, "float32")]
+)  # fmt: skip
+def test_a_loop_is_replayed_in_the_dtype_of_its_contract(tmp_path, contract, dtype):
+    record(tmp_path / "run", contract=contract)
+    run = RecordedRun(tmp_path / "run")
+    assert run.train_contract(run.step(1)[0].contract)["model"]["dtypes"] == {dtype: 1}
+
+
+@pytest.mark.parametrize(
     ("recorded", "changes", "length", "share"),
     [
         ({}, {}, 5, None),  # four tokens, and one that vLLM samples

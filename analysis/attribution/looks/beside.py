@@ -7,7 +7,7 @@ import numpy as np
 
 from ...facts import thresholds as t
 from ...facts.series import shared_values
-from ...facts.two_runs import rates_differ
+from ...facts.two_runs import values_differ
 from ..divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
@@ -65,7 +65,7 @@ def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fa
         early = (of_run > 3 * of_control)[until].any()
         yield fact("mismatch", level, "" if early else "later", run=run, control=other)
     steps, of_run, of_control = shared("learning_rate")
-    differs = np.flatnonzero(rates_differ(of_run, of_control))
+    differs = np.flatnonzero(values_differ(of_run, of_control))
     if len(differs):
         at = int(differs[0])
         ratios = [abs(of_ratio(float(of_run[one]), float(of_control[one]), 10.0)) for one in differs]
