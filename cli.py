@@ -788,9 +788,10 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: object) -> None:
     found = _asked(analysis.diagnose, trace, **options)
     if form.is_brief:
         from .analysis.attribution.brief import attribution_brief
-        from .analysis.diagnosis.text import story
+        from .analysis.diagnosis.text import checked_story
 
-        _say(attribution_brief(found.attribution, form.width, story(found)))
+        since = found.broken.since if found.broken else None
+        _say(attribution_brief(found.attribution, form.width, checked_story(found), since))
     else:
         from .analysis.diagnosis.text import SHORT_FORM
 

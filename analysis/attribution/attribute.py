@@ -167,6 +167,8 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
         "outcome": run.name, "num_steps": n, "difference": mean, "low": mean - reach, "high": mean + reach,
         "most": abs(mean) + reach,
     }  # fmt: skip
+    if not apart.any():
+        return Statement(code="same_outcome", values={"outcome": run.name, "num_steps": n})
     return Statement(code="no_effect" if abs(mean) <= reach else "ends_apart", values=values)
 
 

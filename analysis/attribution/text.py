@@ -113,8 +113,9 @@ NOTES: Mapping[str, str] = {
     "other_prompts": "the run and its baseline begin with different prompts, so this is only an observation. For an intervention, "
     "rerun with the same seeds and data",
     "no_prompts": "without tokens it is unknown whether both runs saw the same prompts, so this is only an observation",
+    "same_outcome": "over the last {num_steps} shared steps, {outcome} equals the baseline's",
     "no_effect": "no effect detected: over the last {num_steps} shared steps, {outcome} differs from the baseline's by "
-    "{difference:+.3g} (95% CI {low:+.3g} to {high:+.3g}), so any effect is at most {most:.3g}",
+    "{difference:+.3g} (95% CI {low:+.3g} to {high:+.3g}), so the effect, if any, is at most {most:.3g}",
     "ends_apart": "over the last {num_steps} shared steps, {outcome} differs from the baseline's by {difference:+.3g} (95% CI "
     "{low:+.3g} to {high:+.3g}), although no lasting drop was found",
     "no_difference": "the traces show no difference between the run and its baseline, yet the run does worse",

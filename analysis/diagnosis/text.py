@@ -18,8 +18,9 @@ from ..attribution.text import (
     unsure_clause,
 )
 from ..check.check import CheckResult
+from ..check.faults import evidence_text
 from ..check.finding import Finding, Number
-from ..check.text import CHECKED_FORM, checked_text
+from ..check.text import CHECKED_FORM, checked_text, data_text
 from ..facts.changes import MIN_VALUES
 from ..facts.recorded import RecordedChange, change_sentence, interval_text
 from ..facts.series import FLAT, Fall
@@ -40,6 +41,15 @@ def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool 
 
 def story(found: Diagnosis) -> str:
     return story_of_run(found.attribution, found.checked, found.jumps)
+
+
+def checked_story(found: Diagnosis) -> str:
+    """Return the headline, and the evidence of what `check` finds wrong."""
+    checked = found.checked
+    faults = [] if checked is None else [
+        *(f"{each.title}: {evidence_text(each)}" for each in checked.findings if each.fails), *map(data_text, data_faults(checked)),
+    ]  # fmt: skip
+    return "\n".join([story(found), *(f"check finds {each}" for each in faults)])
 
 
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
@@ -216,7 +226,7 @@ def broken_text(broken: BrokenSide) -> str:
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
     """Describe the mismatch and, if the comparison is valid, say whether it is normal."""
     if not is_valid:
-        own = f"the mismatch is {size.own:.3g} nats rms"
+        own = f"the mismatch is {size.own:.3g} nats rms over the whole run"
         own = "no token has a finite logprob in both passes" if math.isnan(size.own) else own
         return f"cannot tell until the fault is fixed; {own}"
     sentence = _size_sentence(size)

@@ -214,3 +214,14 @@ def test_a_run_without_engine_logprobs_is_diagnosed_by_its_data(tmp_path):
     )
     assert "valid   cannot tell: no engine logprobs to compare" in str(found)
     assert "normal  No mismatch was logged." in str(found)
+
+
+def test_the_brief_of_a_fault_without_a_drop_has_its_evidence_and_its_first_step(tmp_path):
+    def rollout(step, number):
+        return [row - np.float32(2.0) * (number > 3) for row in step.scored()]
+
+    run = Recording(rollout=rollout, contracts=BOTH_FP32, steps=8).write(tmp_path / "run")
+    text = tim_trace("diagnose", run, "--brief").stdout
+    title = diagnose(run).checked.findings[0].title
+    assert f"check finds {title}: " in text
+    assert "WHERE step IN (3, 4)" in text

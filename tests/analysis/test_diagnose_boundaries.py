@@ -178,7 +178,7 @@ def test_the_size_lies_below_within_or_above_what_was_published(coarser, end, fa
     assert f"is {code} the published range for {coarser}" in said
     assert said.endswith("): the check explains it (rounding)." if code == "above" else "): normal.")
     said = size_text(size, is_valid=False)
-    assert said == f"cannot tell until the fault is fixed; the mismatch is {own:.3g} nats rms"
+    assert said == f"cannot tell until the fault is fixed; the mismatch is {own:.3g} nats rms over the whole run"
 
 
 def test_a_size_without_figures_or_without_mismatch():
