@@ -398,7 +398,7 @@ _steps = _option(
 )  # fmt: skip
 _pair = _option("--pair", "A:B", "Passes to compare, where d = logprob(A) - logprob(B).", default="train:rollout")
 _pair_and_steps = _all(_pair, _steps)
-_control = _option("--control", "RUN2", "Baseline run (same seeds, one deliberate change).")
+_control = _option("--control --baseline control", "RUN2", "Baseline run (same seeds, one deliberate change).")
 _weights_from = _option("--weights-from", "DIR", "Folder with the run's checkpoints, if the trace has no weights.")
 _model_factory = _option(
     "--model-factory", "MODULE:FUNCTION", "Function that builds the model, if transformers does not have its class."
