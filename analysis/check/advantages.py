@@ -173,7 +173,7 @@ class DataRows:
         title = fault.filled(fault.title, signal, known | {"finding": finding})
         yield DataFinding(
             code=fault.code, signal=signal, title=title, share=float(np.mean(affected)), since=since,
-            is_notice=notice or (notice_if_whole and since is None), numbers=known, finding=finding and replace(finding, tokens=None),
+            is_notice=bool(notice or (notice_if_whole and since is None)), numbers=known, finding=finding and replace(finding, tokens=None),
             where=shared_by(columns, affected) if columns else {}, next=commands.sql_of(self.database.given[0], query),
         )  # fmt: skip
 

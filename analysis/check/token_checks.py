@@ -349,8 +349,10 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
     followed = joined & np.isin(sample.tokens, run.end_ids) & (np.diff(sample.tokens, append=-1) != 0)
     num_rows = int((lengths > 0).sum())
     if (affected := _rows(sample, followed)).sum() > max(3, 0.05 * num_rows):
+        # A loop with its own tokens may have recorded a default end token that it does not use.
+        is_unused = np.isin(last, run.end_ids).sum() < 0.1 * num_rows
         token = int(np.bincount(sample.tokens[followed]).argmax())
-        yield from find(_TOKENS_AFTER_END, affected, signal="declared", of=num_rows, token=token)
+        yield from find(_TOKENS_AFTER_END, affected, signal="declared", of=num_rows, token=token, notice=is_unused)
         return
     from_end = lengths[sample.seq] - 1 - sample.position
     for distance in range(1, 9):

@@ -125,7 +125,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         expected = ", as expected from the recorded settings" if first.is_declared else ""
         validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{expected}"
         if not found.checked.is_compared:
-            validity = f"cannot tell: {first.title}"
+            validity = f"cannot tell: {evidence_text(first)}"
         elif found.checked.has_few_tokens:
             validity = f"cannot tell: {_few(found.checked)}"
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]

@@ -488,7 +488,7 @@ def test_a_run_that_does_not_learn_beside_its_baseline_is_an_event_with_an_onset
     assert 12 <= found.fall.interval[1] <= 24
     assert found.cause == "optimizer"
     first, last = found.fall.interval
-    stays = f"reward stays at {found.fall.after:.3g} while the baseline's rises to {found.fall.before:.3g}, diverging at step"
+    stays = f"reward stays at {found.fall.after:.3g} while the baseline's rises to {found.fall.before:.3g}, diverging after step"
     assert verdict_sentence(found).startswith(f"Learning stalled: {stays} {found.fall.step} (95% CI {first}-{last}).")
     assert stays in story_of_run(found, None)
     assert result_json(found)["fall"]["kind"] == "flat"

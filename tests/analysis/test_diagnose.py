@@ -212,7 +212,7 @@ def test_a_run_without_engine_logprobs_is_diagnosed_by_its_data(tmp_path):
     assert str(found).startswith(
         "No collapse detected; no pair of passes to compare, but advantages have the wrong sign"
     )
-    assert "valid   cannot tell: no engine logprobs to compare" in str(found)
+    assert "valid   cannot tell: run has no logprobs from pass 'rollout'" in str(found)
     assert "normal  No mismatch was logged." in str(found)
 
 

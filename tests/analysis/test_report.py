@@ -215,7 +215,10 @@ def test_a_size_is_called_what_its_level_and_the_alarms_say(level, is_valid, sou
         size=SizeComparison(code=level, own=0.1, coarser="bfloat16", low=0.1, high=0.1),
         alarms=AlarmReadings(judged=raised if sounds else ()),
         checked=SimpleNamespace(
-            is_valid=is_valid, has_few_tokens=False, findings=(SimpleNamespace(title="rounding", code="rounding"),)
+            is_valid=is_valid,
+            is_compared=True,
+            has_few_tokens=False,
+            findings=(SimpleNamespace(title="rounding", code="rounding"),),
         ),
         unexplained_jump=None,
     )
