@@ -876,7 +876,8 @@ def _versions(run: DataRows) -> Iterator[DataFinding]:
     again = (versions[one] >= 0) & (versions[one] < versions[two]) & (data.rest[one] > MIN_REST)
     one, two, known = one[again], two[again], np.unique(run.sample.steps)
     is_known = len(one) >= MIN_REPEATS and len(np.unique(versions[two])) > 1 and not advantages.is_16_bit(data.a)
-    if is_known and np.array_equal(data.a[one], data.a[two]):
+    has_gradient = not (run.rows["advantage"] == 0).all()
+    if is_known and has_gradient and np.array_equal(data.a[one], data.a[two]):
         numbers = {"num_tokens": len(one), "version": int(versions[one].min()), "latest": int(versions[two].max())}
         yield from run.find(_UNCHANGED, known >= 0, known, **numbers)
 
