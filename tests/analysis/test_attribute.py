@@ -708,7 +708,7 @@ def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_pat
     assert f"{supposed.suspects[0].titled()}, starting at step {step}" in verdict_sentence(found)
     assert "No collapse detected" in verdict_sentence(found)
     assert {fact.order(found.fall) for fact in found.facts} == {None}
-    assert f"as if a drop began at step {step})" in attribution_brief(found)
+    assert f"rated as for a drop at step {step}, although none was found)" in attribution_brief(found)
     for render in (attribution_text, attribution_brief):
         whole, lines = render(found), render(found, 80).splitlines()
         copied = [line for line in lines if line.lstrip().startswith(("next: tim-trace", "tim-trace ", "SELECT "))]
