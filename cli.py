@@ -42,7 +42,7 @@ from .analysis.rows import (
     wrapped,
 )
 from .replay.arm_option import GRADIENT, ArmOption
-from .replay.arms import Arm, names_for
+from .replay.arms import AS_RECORDED, Arm, names_for
 from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
@@ -205,6 +205,9 @@ class Commands(click.Group):
             raise
         except click.UsageError as error:
             failure: click.ClickException = error
+            if isinstance(error, click.NoSuchOption):  # --help resembles every short option
+                near = [name for name in error.possibilities or () if name != "--help"]
+                failure = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
             code = "UsageError"
         except (TimTraceError, OSError) as error:
             told = error if isinstance(error, TimTraceError) else of_system(error)
@@ -317,12 +320,19 @@ class _Form:
         )  # fmt: skip
 
     def table(self, rows: Rows, name: str = "", *, text: Callable[[int | None], str] | None = None) -> None:
-        shown = text or (lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())))
+        piped = None if self.is_wide or name not in MAIN_COLUMNS else _PIPE_WIDTH
+        shown = text or (lambda width: to_text(rows, width or piped, MAIN_COLUMNS.get(name, ())))
         self.answer(json=lambda: rows, text=shown, rows=lambda: rows)
-        if name in _LEGENDS and sys.stdout.isatty() and not (self.as_json or self.as_csv):
-            _tell(f"columns explained: {_LEGENDS[name]}")
+        if name in _LEGENDS:
+            self.hint(f"columns explained: {_LEGENDS[name]}")
+
+    def hint(self, sentence: str) -> None:
+        if sys.stdout.isatty() and not (self.as_json or self.as_csv):
+            _tell(sentence)
 
 
+_PIPE_WIDTH = 120
+"""Width of tables with main columns, if the output is not a terminal (characters)."""
 _LEGENDS = {"stats": "docs/reference/sql.md#statistics", "corrections": "docs/reference/sql.md#corrections"}
 """Explanations of a table's columns."""
 
@@ -388,7 +398,7 @@ _steps = _option(
 )  # fmt: skip
 _pair = _option("--pair", "A:B", "Passes to compare, where d = logprob(A) - logprob(B).", default="train:rollout")
 _pair_and_steps = _all(_pair, _steps)
-_control = _option("--control", "RUN2", "Baseline run (same seeds, one deliberate change).")
+_control = _option("--control --baseline control", "RUN2", "Baseline run (same seeds, one deliberate change).")
 _weights_from = _option("--weights-from", "DIR", "Folder with the run's checkpoints, if the trace has no weights.")
 _model_factory = _option(
     "--model-factory", "MODULE:FUNCTION", "Function that builds the model, if transformers does not have its class."
@@ -760,6 +770,7 @@ def stats(
     form.table(rows, "" if like else "stats")
     for sentence in likeness(database, pair=pair, steps=ALL_STEPS, like=like, **options):
         _tell(sentence)
+    form.hint(f"next: tim-trace diagnose {shlex.quote(traces[0])}")
 
 
 @_command("tim-trace diagnose runs/demo")
@@ -777,9 +788,10 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: object) -> None:
     found = _asked(analysis.diagnose, trace, **options)
     if form.is_brief:
         from .analysis.attribution.brief import attribution_brief
-        from .analysis.diagnosis.text import story
+        from .analysis.diagnosis.text import checked_story
 
-        _say(attribution_brief(found.attribution, form.width, story(found)))
+        since = found.broken.since if found.broken else None
+        _say(attribution_brief(found.attribution, form.width, checked_story(found), since))
     else:
         from .analysis.diagnosis.text import SHORT_FORM
 
@@ -860,7 +872,13 @@ def corrections(traces: Sequence[str], form: _Form, **options: object) -> None:
     rule as published, the ratio that it bounds (the inverse ratio for verl's k1), and the condition for keeping a
     token, where rho = exp(d). docs/reference/sql.md explains the columns, including when they are empty.
     """
-    form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
+    from .analysis.corrections import sentence
+
+    rows = _asked(analysis.corrections, list(traces), held_back=options["ray"], **options)
+    form.table(rows, "corrections")
+    if options["by"] == "run":
+        form.hint(sentence(rows))
+    form.hint(f"next: tim-trace objective {shlex.quote(traces[0])} --loss correction=token_mask,correction_high=2")
 
 
 @_command("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
@@ -885,6 +903,7 @@ def objective(trace: str, by: str, form: _Form, **options: object) -> None:
 
     found = _asked(analysis.objective, trace, held_back=options["ray"], **options)
     form.result(found, text={"by": by}, rows={"by": by}, json=None if by == "step" else RUN_FORM)
+    form.hint(f"next: tim-trace corrections {shlex.quote(trace)}")
 
 
 @_command("tim-trace dynamics runs/demo")
@@ -1228,7 +1247,7 @@ def watch(trace: str, once: bool, form: _Form, **options: object) -> None:
 
 
 @_command("tim-trace export runs/demo --to parquet -o runs/demo-export")
-@_option("--to", ("parquet", "tensorboard", "wandb"), "File format to write.", required=True)
+@_option("--to", "[parquet|tensorboard|wandb]", "File format to write.", required=True)
 @_option("-o --output", "DIR", "Folder to write the files to.", required=True)
 @_pair_and_steps
 @_flag("--force", "Replace existing files.")
@@ -1271,8 +1290,10 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: object) -> 
     is 1 if the gate fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is
     `cannot tell` if the confidence interval over groups contains the threshold or cannot be computed.
     """
+    from .analysis.gate.gate import gated_text
+
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
-    form.table(table(found.verdicts), "gate")
+    form.table(table(found.verdicts), "gate", text=lambda width: gated_text(found, width))
     for verdict in found.verdicts:
         if verdict.warns:
             _tell(f"warning: {verdict.condition}: {verdict.how}")
@@ -1405,19 +1426,13 @@ def _replayed(trace: str, results: ReplayedSteps) -> Iterator[str]:
         where = f", in {len(sample.steps):,} of {counted(sample.num_steps, 'step')}"
         drawn = f"sampled {sample.num_drawn:,} of {counted(sample.num_groups, 'group')}"
         yield f"{drawn} (share {sample.share:.3g}, seed {sample.seed}){where}"
-    broken = [result for result in results if result.differs]
+    broken = [result for result in results if result.not_held and result.arm == AS_RECORDED]
     if results.replayed_pass == ROLLOUT:
         yield "the trace has no `train` pass, so d compares the replay with the engine's logprobs"
     elif broken:
-        from .analysis.replay_text import not_held_reason
+        from .analysis.replay_text import not_reproduced
 
-        yield (
-            f"the recorded bits were not reproduced in {counted(len(broken), 'step')} (first: step {broken[0].step}), because "
-            f"{not_held_reason(str(broken[0].not_held))}. Differences from `train` are not due to the arm alone. "
-            f"Differences from the recording: {'; '.join(broken[0].differs)}"
-        )
-    elif any(not result.identity_held for result in results):
-        yield "the recorded bits were not reproduced, although the settings and versions match the recorded ones"
+        yield not_reproduced(broken)
     yield f"next: tim-trace stats {trace} --pair {REPLAY_PREFIX}{results[-1].arm}:{results.replayed_pass} --by step"
 
 

@@ -80,6 +80,14 @@ def corrections(
     return rows
 
 
+def sentence(rows: Rows) -> str:
+    """Describe the first run: the error without a correction, and which corrections change no token."""
+    plain, *rules = (row for row in rows.dicts() if row["run"] == rows.dicts()[0]["run"])
+    idle = sum(not (row["share_tokens_cut"] or row["share_tokens_truncated"]) for row in rules)
+    error = f"without a correction, the mean of a function between -1 and 1 is off by up to {plain['bias_token']:.3g}"
+    return f"{error}; {idle} of {len(rules)} corrections change no token"
+
+
 def _rules(
     names: Pair, token_threshold: float, sequence_threshold: float, icepop: str, geometric: str, veto: float
 ) -> list[Correction]:

@@ -288,8 +288,8 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
     versions = list(engine_versions(open_database(trace), every_tensor=True))
     if not versions:
         raise WeightsMissing(
-            f"{trace} has no digests of the engine's weights; record TRL or verl with vLLM, without "
-            f"{option('engine_weights', 'none')}"
+            f"{trace} has no digests of the engine's weights, which only TRL and verl with vLLM record (without "
+            f"{option('engine_weights', 'none')}); to try another version's weights, run tim-trace replay RUN --weights-version N"
         )
     faults = {cause: fault.cause for fault in engine_verdict(versions).faults for cause in (_of_bits(fault.cause),)}
     tables = [

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from ..tracer.located import ROUTES, Divergence
 from .location import Location, PatchShare, location_rows
-from .rows import MAIN_COLUMNS, Rows, shown, to_text
+from .rows import MAIN_COLUMNS, Rows, counted, shown, to_text
 
 _MOST_ROWS = 12
 _LEAST = 5e-4
@@ -21,8 +21,7 @@ _UNCHECKED = (
 
 
 def location_text(found: Location, width: int | None = None) -> str:
-    named = found
-    found = shown(found)
+    whole, found = found, shown(found)
     groups = f", {found.num_groups:,} groups" if found.num_groups != found.num_sequences else ""
     sizes = f"mean |d| {found.mean_abs_d:.3g}, largest {found.max_abs_d:.3g} (d = b - a)"
     facts = {
@@ -32,7 +31,7 @@ def location_text(found: Location, width: int | None = None) -> str:
         "mismatch": f"{found.gap_rms:.3g} nats rms, {sizes}",
     }
     if found.explained is not None:
-        share = f"{found.explained:.1%} of the mismatch"
+        share = f"{round(found.explained, 3) + 0.0:.1%} of the mismatch"  # + 0.0 turns -0.0 into 0.0
         facts["explained"] = f"{share} comes from the operators' own errors, to first order"
     flipped = [each for each in found.routers if each.num_flipped]
     if flipped:
@@ -50,8 +49,9 @@ def location_text(found: Location, width: int | None = None) -> str:
     lines += [f"unchecked  {name} ({why})" for name, why in list(found.unjudged.items())[:_MOST_ROWS]]
     if found.unjudged:
         lines.append(_UNCHECKED)
-    parts = [location_sentence(named), "\n".join(lines)]
-    for each in found.weights[:_MOST_ROWS]:
+    parts = [location_sentence(whole), "\n".join(lines)]
+    named = found.first.version if found.first is not None else None
+    for each in [each for each in found.weights if each.version is None or each.version != named][:_MOST_ROWS]:
         of = f"; it is from version {each.version}" if each.version is not None else ""
         parts.append(f"{each.tensor} in {each.side} differs from the recorded tensor by up to {each.largest:.3g}{of}")
     for by, name, value in (("kind", "locate_kinds", "carried"), ("patch", "locate_patches", "removed")):
@@ -83,7 +83,9 @@ def _answer(found: Location) -> str:
             done = f"Giving {best.taker} the experts that {other} chose"
         share = f"{best.removed:.0%}{_interval(best.removed_low, best.removed_high)}"
         return f"{said} {done} removes {share} of the mismatch (mean squared d)."
-    if top is None:
+    if _is_after_logits(found):
+        return f"{said} Patching changes nothing: the mismatch arises after the logits (temperature, top-p or top-k)."
+    if top is None or abs(top.carried) < 0.01:
         return said
     carried = f"{top.carried:.0%}{_interval(top.carried_low, top.carried_high)}"
     return (
@@ -91,9 +93,14 @@ def _answer(found: Location) -> str:
     )
 
 
+def _is_after_logits(found: Location) -> bool:
+    shares = [*(each.carried for each in found.kinds), *(each.removed for each in found.patches)]
+    return bool(found.patches) and not found.only and all(abs(share) < _LEAST for share in shares)
+
+
 def next_command(found: Location) -> str:
-    if found.first is not None and found.first.why == "weights":
-        return "tim-trace weights RUN --engine"
+    if found.first.why == "weights" if found.first is not None else _is_after_logits(found):
+        return "tim-trace diagnose RUN"
     # Suggest float32: vLLM cannot run in float64, and rounding in bf16 or fp16 can hide a bug in its code.
     hides = any(each.dtype in ("bfloat16", "float16") for each in found.operators if each.side in found.engines)
     if found.first is None and hides:
@@ -119,7 +126,12 @@ def _interval(low: float | None, high: float | None) -> str:
 def _first(first: Divergence, found: Location) -> str:
     whose = f"{first.side} ({found.a if first.side == 'a' else found.b})"
     if first.why == "weights":
-        of = f"; they are from version {first.version}" if first.version is not None else ""
+        num = sum(each.version == first.version for each in found.weights)
+        of = (
+            ""
+            if first.version is None
+            else f"; {counted(num, 'tensor is', 'tensors are')} from version {first.version}"
+        )
         return f"The first divergence is {first.operator}: its weights in {whose} differ from the recorded weights{of}."
     if first.why == "beyond":
         size = "an expert choice that rounding does not explain" if first.ratio == float("inf") else (

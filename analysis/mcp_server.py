@@ -91,7 +91,7 @@ def mcp(traces: Sequence[str | os.PathLike[str]], *, timeout: float = 60.0, memo
         base = import_module("mcp.server").MCPServer
     except (ImportError, AttributeError) as error:
         raise NotInstalled(
-            "version 2 of the mcp package is not installed; install it with: pip install 'tim-trace[mcp]'"
+            "version 2 of the mcp package is not installed; pip install 'tim-trace[mcp]' or, in a clone, '.[mcp]'"
         ) from error
     runs = {source.run: source.store.url for source in open_sources(traces)}
     _server(base, RunTools(runs, timeout, memory)).run()

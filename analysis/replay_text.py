@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from ..replay.backends.trusted import WHY
-from ..replay.results import ReplayedSteps, ReplayPlan, by_arm
+from ..replay.backends.trusted import OTHER_INPUTS, REFUSED, WHY
+from ..replay.results import ReplayedStep, ReplayedSteps, ReplayPlan, by_arm
 from ..schemas.passes import TRAIN
-from .rows import MAIN_COLUMNS, Rows, shown, table, to_text
+from .rows import MAIN_COLUMNS, Rows, counted, shown, table, to_text
 
 if TYPE_CHECKING:
     from ..replay.gradients.results import GradientReport, GradientStep, ModuleGradient
@@ -47,6 +47,22 @@ def not_held_reason(code: str) -> str:
     return WHY[code].format(name="").replace("  ", " ")
 
 
+def not_reproduced(broken: Sequence[ReplayedStep]) -> str:
+    first = broken[0]
+    version = next((step.fitting_version for step in broken if step.fitting_version is not None), None)
+    size = "" if first.not_held == REFUSED else f", mean |d| {first.mean_abs_d:.2g}, largest {first.max_abs_d:.2g} nats"
+    meaning = "Every arm's difference from `train` includes this one"
+    if first.not_held == OTHER_INPUTS:
+        meaning = "The nearest versions' weights do not reproduce it; try --weights-version N or --temperature T"
+    if version is not None:
+        meaning = f"--weights-version {version} reproduces it, so the recorded policy_version is wrong"
+    return (
+        f"the recorded bits were not reproduced in {counted(len(broken), 'step')} (first: step {first.step}{size}), because "
+        f"{not_held_reason(str(first.not_held))}. {meaning}. "
+        f"Differences from the recording: {'; '.join(first.differs) or 'none'}"
+    )
+
+
 def replay_text(found: ReplayedSteps, width: int | None = None) -> str:
     return to_text(table(by_arm(found)), width)
 
@@ -54,7 +70,12 @@ def replay_text(found: ReplayedSteps, width: int | None = None) -> str:
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     found = shown(found)
     why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
-    held = "held: bitwise equal to the recording" if found.identity_held else f"NOT HELD{why}: see tim-trace replay"
+    size = found.identity_mean_abs_d
+    held = f"NOT HELD{'' if size is None else f' (mean |d| {size:.2g} nats)'}{why}: see tim-trace replay"
+    if found.identity_held:
+        held = "held: bitwise equal to the recording"
+    elif size is not None and size < 0.01 * found.gap_rms:
+        held = f"not bitwise{why}: mean |d| is only {size:.1g} nats, less than 1% of the mismatch"
     facts = {
         "reference": found.reference,
         "identity": held,
@@ -79,7 +100,12 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
 def triangulation_sentence(found: Triangulation) -> str:
     if found.gap_rms == 0.0:
         return "No mismatch: trainer and engine give every token the same logprob."
-    larger = max(found.sides, key=lambda side: side.share)
+    larger = max(found.sides, key=lambda side: side.share or 0.0)
+    if larger.share is None:
+        return (
+            "Cannot attribute the mismatch: the reference reproduces neither trainer nor engine (mean |error| "
+            f"{' and '.join(f'{side.mean_abs:.2g}' for side in found.sides)} nats). `tim-trace replay` finds out why."
+        )
     if larger.share < 0.6:
         trainer, engine = (f"{side.share:.0%}" for side in found.sides)
         return f"Both sides account for the mismatch: the trainer for {trainer} of mean squared d, the engine for {engine}."

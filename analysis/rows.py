@@ -419,7 +419,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
         "stored_bytes",
     ),
     "compare": ("kind", "name", "step", "a", "b", "sd"),
-    "gate": ("condition", "verdict", "value", "low", "high", "bound", "how"),
+    "gate": ("condition", "verdict", "value", "low", "high", "bound"),
     "objective": ("figure", "value", "meaning"),
     "onsets": ("series", "step", "95%", "how", "before", "after", "may be first", "sd", "kind"),
     "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),

@@ -16,6 +16,7 @@ from math import fsum, nan, sqrt
 import numpy as np
 
 from ..replay.arms import Arm, parse_arm
+from ..replay.backends.trusted import ROUNDING_NATS
 from ..replay.engine import replay_missing
 from ..replay.loaded import gpus_of_actor
 from ..replay.recorded import RecordedRun
@@ -47,8 +48,8 @@ class SideErrors:
     mean: float
     mean_abs: float
     rms: float
-    share: float
-    """Share of mean d^2 due to this side's error."""
+    share: float | None
+    """Share of mean d^2 due to this side's error, or None if the reference reproduces neither side."""
     share_low: float | None
     """Lower end of the 95% interval over groups, or None without an interval."""
     share_high: float | None
@@ -86,6 +87,8 @@ class Triangulation(Result):
     removes."""
     predictions: tuple[Prediction, ...] = ()
     """One entry per remedy in `predict` and per metric: the mismatch that would remain at the steps not replayed."""
+    identity_mean_abs_d: float | None = None
+    """Mean |d| (nats) between the as-recorded replay and the trainer, or None without such a replay."""
 
 
 def triangulate(
@@ -129,44 +132,42 @@ def triangulate(
         database = open_database([run.store.url], ray=ray)
         names = [REPLAY_PREFIX + single.name for single in arms]
         tell_sampled(database, names)
-        errors, num_different = _errors(database, names, chosen, replayed is None, progress)
+        errors, (num_different, num_tokens, sum_abs_d) = _errors(database, names, chosen, progress)
         measured = predicted(run, chosen, remedies, progress, ray=ray, gpus_per_arm=gpus_per_arm)
         predictions = tuple(measured) if remedies else ()
     not_held = None if replayed is None else next((step.not_held for step in replayed if step.not_held), None)
-    held = num_different == 0 if replayed is None else not_held is None
-    return replace(_measured(run, chosen, errors, held, not_held), predictions=predictions)
+    mean_abs_d = float(sum_abs_d / num_tokens) if num_tokens else None
+    found = _measured(run, chosen, errors, num_different == 0, not_held)
+    return replace(found, predictions=predictions, identity_mean_abs_d=mean_abs_d)
 
 
 def _errors(
-    database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
-) -> tuple[dict[str, ErrorSums], int]:
+    database: Database, names: list[str], steps: list[int], progress: Progress
+) -> tuple[dict[str, ErrorSums], np.ndarray]:
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
-    units = [
-        (names, [step for step in part if step in tokens], asks_identity)
-        for part in step_ranges(tokens, unit_tokens(database, _TOKENS, total))
-    ]
+    ranges = step_ranges(tokens, unit_tokens(database, _TOKENS, total))
+    units = [(names, [step for step in part if step in tokens]) for part in ranges]
     found: dict[str, list[ErrorSums]] = {name: [] for name in names}
-    num_different = 0
+    identity = np.zeros(3)
     with progress("measuring errors", total) as advance:
-        for unit, (of_steps, different) in zip(units, spread(database, _measure, units), strict=True):
+        for unit, (of_steps, of_identity) in zip(units, spread(database, _measure, units), strict=True):
             for name, parts in of_steps.items():
                 found[name] += parts
-            num_different += different
+            identity += of_identity
             advance(sum(tokens[step] for step in unit[1]))
     for name, parts in found.items():
         if not parts:
             where = f"train, rollout and {name}"
             raise NothingToCompare(f"no token in these steps has a logprob in {where}; choose different steps")
-    return {name: joined(parts) for name, parts in found.items()}, num_different
+    return {name: joined(parts) for name, parts in found.items()}, identity
 
 
 def _measure(
-    database: Database, unit: tuple[list[str], list[int], bool]
-) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    names, steps, asks_identity = unit
-    found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
-    yield found, _num_different(database, steps) if asks_identity else 0
+    database: Database, unit: tuple[list[str], list[int]]
+) -> Iterator[tuple[dict[str, list[ErrorSums]], tuple[float, ...]]]:
+    names, steps = unit
+    yield {name: list(_of_steps(_tokens(database, name, steps))) for name in names}, _identity(database, steps)
 
 
 def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
@@ -176,13 +177,13 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
             yield ErrorSums.of({name: column[start:end] for name, column in tokens.items()})
 
 
-def _num_different(database: Database, steps: list[int]) -> int:
+def _identity(database: Database, steps: list[int]) -> tuple[float, ...]:
+    """Return how many trainer tokens the as-recorded replay does not reproduce, how many it has, and their sum of |d|."""
     query = f"""
-        SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
-        WHERE step IN ({listed(steps)}) AND logprob_b IS NOT NULL
+        SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0), count(d), coalesce(sum(abs(d)), 0)
+        FROM pair('replay/as-recorded', 'train') WHERE step IN ({listed(steps)}) AND logprob_b IS NOT NULL
     """
-    ((different,),) = database.connection.execute(query).fetchall()
-    return int(different)
+    return database.connection.execute(query).fetchall()[0]
 
 
 def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.ndarray]:
@@ -202,25 +203,21 @@ def _measured(
 ) -> Triangulation:
     reference, own = next(iter(errors.items()))
     found = {name: share_of_gap(own.groups, name) for name in (TRAIN, ROLLOUT)}
+    sides = [_side(name, own, *found[name]) for name in (TRAIN, ROLLOUT)]
+    gap_rms = sqrt(own.totals["square_d"] / own.totals["num_tokens"])
+    if all(side.mean_abs > ROUNDING_NATS and side.rms > gap_rms for side in sides):  # both share the reference's error
+        sides = [replace(side, share=None, share_low=None, share_high=None) for side in sides]
     return Triangulation(
-        run=run.store.name,
-        reference=reference,
-        steps=tuple(steps),
-        num_sequences=int(own.totals["num_sequences"]),
-        num_groups=len(own.groups[GAP]),
+        run=run.store.name, reference=reference, steps=tuple(steps), num_sequences=int(own.totals["num_sequences"]),
+        num_groups=len(own.groups[GAP]), num_tokens=int(own.totals["num_tokens"]), gap_rms=gap_rms,
         no_interval=next((str(interval) for _, interval in found.values() if isinstance(interval, NoInterval)), None),
-        num_tokens=int(own.totals["num_tokens"]),
-        gap_rms=sqrt(own.totals["square_d"] / own.totals["num_tokens"]),
-        resolution=own.totals["spacing"] / own.totals["num_tokens"] / 4,
-        sides=tuple(_side(name, own, *found[name]) for name in (TRAIN, ROLLOUT)),
-        correlation=_correlation(own),
-        identity_held=held,
-        not_held=not_held,
+        resolution=own.totals["spacing"] / own.totals["num_tokens"] / 4, sides=tuple(sides),
+        correlation=_correlation(own), identity_held=held, not_held=not_held,
         arms=Rows(
             ("arm", "gap_rms", "share_removed", "share_low", "share_high"),
             [_arm(name, sums) for name, sums in errors.items() if name != reference],
         ),
-    )
+    )  # fmt: skip
 
 
 def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInterval) -> SideErrors:

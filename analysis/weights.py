@@ -187,6 +187,7 @@ _REMEDIES: Mapping[str, str] = {
     OTHER: "check which weights are sent",
 }
 _LEGEND = (
+    "first_differs: first version at which engine and trainer differ; num_differ: number of such versions, of num_versions; "
     "given_version: last version sent to the engine; holds_version: latest version whose bits the engine has (blank if none); "
     "trainer_version: the trainer's latest version."
 )

@@ -190,7 +190,7 @@ def fields_of(public, column="default"):
 
 
 def public_names():
-    """Yield the signature and first docstring line of every public name, and of every public method of Recorder."""
+    """Yield the signature and first docstring line of every public name, and Recorder's methods with all their lines."""
     for name in tim_trace.__all__:
         public = getattr(tim_trace, name)
         yield f"### {name}\n\n{_coded(first_line(public))}\n\n```\n{signature(public, name)}\n```"
@@ -201,7 +201,9 @@ def public_names():
             for key, method in methods:
                 if not key.startswith("_"):
                     called = signature(method, f"recorder.{key}")
-                    yield f"#### Recorder.{key}\n\n{first_line(method)}\n\n```\n{called}\n```"
+                    first, _, rest = inspect.getdoc(method).partition("\n\n")
+                    rest = re.sub(r"(?m)(^(>>>|\.\.\.) .*\n?)+", lambda block: f"```\n{block[0].rstrip()}\n```", rest)
+                    yield f"#### Recorder.{key}\n\n{first}\n\n```\n{called}\n```" + f"\n\n{rest}" * bool(rest)
 
 
 def formats():

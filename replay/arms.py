@@ -28,6 +28,8 @@ AS_RECORDED = "as-recorded"
 _ANY = (HF, VLLM, EXACT, LOCATE, FACTORY, GRADIENT)
 _TORCH = (HF, EXACT, LOCATE, FACTORY, GRADIENT)
 _CACHED = ("decode", "chunked")
+_OUTSIDE_OPERATORS = {"weights_version", "quantize", "adapter", "temperature", "top_p", "top_k"}
+"""Options that change an operator's weights, or what is computed from the logits, but no operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +191,9 @@ class Arm:
 
     @property
     def is_heard(self) -> bool:
-        """True if `locate` can observe the operators: they run in this process and round their results."""
-        return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
+        """True if `locate` can observe the changed operators: they run in this process and round their results."""
+        is_observed = self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
+        return is_observed and not self.changes.keys() <= _OUTSIDE_OPERATORS
 
     @property
     def is_identity(self) -> bool:

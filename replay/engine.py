@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from math import nan
 from time import perf_counter
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..schemas.documents import differences
-from ..schemas.errors import CannotReplay, InvalidOption, option
+from ..schemas.errors import CannotReplay, InvalidOption, TimTraceError, option
 from ..schemas.lazy import check_arguments
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
@@ -24,7 +24,7 @@ from ..tracer.seal import adopt
 from ..tracer.store import first_line
 from .arm_pass import ArmPass
 from .arms import AS_RECORDED, Arm, check_distinct, parse_arm
-from .backends.trusted import CONDITIONS, REFUSED, UNEXPLAINED, check_scoring
+from .backends.trusted import CONDITIONS, OTHER_INPUTS, REFUSED, ROUNDING_NATS, UNEXPLAINED, check_scoring
 from .batching import Scored, check_tokens
 from .loaded import LoadedModel, Scorer, device_here, gpus_of_actor, scorer_of
 from .recorded import RecordedRow, RecordedRun, assumed_versions
@@ -48,21 +48,11 @@ class _PendingArm:
 
 
 def replay(
-    trace: str | os.PathLike[str],
-    *,
-    steps: str = "all",
-    sample: str | float | None = None,
-    arm: Sequence[str | Arm] = (),
-    model_factory: str | None = None,
-    weights_from: str | os.PathLike[str] | None = None,
-    allow_kernel: Sequence[str] = (),
-    force: bool = False,
-    dry_run: bool = False,
-    ray: str | None = None,
-    gpus_per_arm: float | None = None,
-    progress: Progress = no_progress,
-    **changes: Any,
-) -> ReplayedSteps:
+    trace: str | os.PathLike[str], *, steps: str = "all", sample: str | float | None = None,
+    arm: Sequence[str | Arm] = (), model_factory: str | None = None, weights_from: str | os.PathLike[str] | None = None,
+    allow_kernel: Sequence[str] = (), force: bool = False, dry_run: bool = False, ray: str | None = None,
+    gpus_per_arm: float | None = None, progress: Progress = no_progress, **changes: Any,
+) -> ReplayedSteps:  # fmt: skip
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     `changes` are `Arm` fields and define one arm. `arm` adds more arms as text: `dtype=fp16,batch-size=1`. The
@@ -262,7 +252,7 @@ class _UnitScorer:
         self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
         self._contract, self._device, self._threads = wanted[0].scorer.contract, device, torch.get_num_threads()
-        self._sample, self._advance = sample, advance
+        self._sample, self._advance, self._tries_versions = sample, advance, True
         self._opened: tuple[RecordedRun, LoadedModel, dict[str, tuple[Scorer, ArmPass]]] | None = None
         if advance is not None:
             arms = {entry.scorer.arm.name: (entry.scorer, entry.target) for entry in wanted}
@@ -297,14 +287,16 @@ class _UnitScorer:
                 # If the as-recorded arm cannot run, note the error and go on with the other arms.
                 if name != AS_RECORDED or len(self._arms) == 1:
                     raise
-                results.append(
-                    ReplayedStep(
-                        arm=name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan,
-                        identity_held=False, not_held=REFUSED, differs=(first_line(error),),
-                    )
-                )  # fmt: skip
+                results.append(ReplayedStep(
+                    arm=name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan,
+                    identity_held=False, not_held=REFUSED, differs=(first_line(error),),
+                ))  # fmt: skip
             else:
-                results.append(_step(entry.scorer, step, scored))
+                result = _step(entry.scorer, step, scored)
+                if result.not_held == OTHER_INPUTS and self._tries_versions:
+                    self._tries_versions = False
+                    result = replace(result, fitting_version=_fitting_version(entry.scorer, result, rows, loaded))
+                results.append(result)
         return results, sum(tokens)
 
     def close(self) -> None:
@@ -320,17 +312,13 @@ def _results(
     advance: Advance,
 ) -> Iterator[ReplayedStep]:  # fmt: skip
     units = [
-        _Unit(
-            step=step,
-            arms={
-                entry.scorer.arm.name: {step: entry.scored_before[step]} if step in entry.scored_before else {}
-                for entry in group
-                if step in entry.steps
-            },
-        )
+        _Unit(step=step, arms={
+            entry.scorer.arm.name: {step: entry.scored_before[step]} if step in entry.scored_before else {}
+            for entry in group if step in entry.steps
+        })
         for group in _by_key(wanted)
         for step in sorted({step for entry in group for step in entry.steps})
-    ]
+    ]  # fmt: skip
     worker = _UnitScorer(run, wanted, sample, device, advance if ray is None else None)
     cpus = 1 if gpus else torch.get_num_threads()
     scored: dict[int, list[ReplayedStep]] = {}
@@ -373,6 +361,17 @@ def _scored(
     return scored
 
 
+def _fitting_version(scorer: Scorer, found: ReplayedStep, rows: list[RecordedRow], loaded: LoadedModel) -> int | None:
+    """Return the version, of the two nearest others, whose weights reproduce the step's first forward pass, or None."""
+    first = scorer.first(rows)
+    for version in sorted(scorer.run.weights.versions, key=lambda v: abs(v - first[0].policy_version))[1:3]:
+        with suppress(TimTraceError, RuntimeError):  # damaged weights must not stop the replay
+            scored = loaded.score(scorer, [replace(row, policy_version=version) for row in first], unheard)
+            if _step(scorer, found.step, scored).mean_abs_d < found.mean_abs_d / 10:
+                return version
+    return None
+
+
 def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
     pairs = list(zip(scored.rows, scored.logprobs, strict=True))
     recorded = np.concatenate([row.logprobs[row.scored] for row, _ in pairs])
@@ -387,7 +386,9 @@ def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
         if not all(row.composition_known for row in scored.rows):
             differs += ("batch composition was not recorded, so the replay runs one row per forward pass",)
         differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
-        not_held = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
+        is_32_bit = scorer.numerics.autocast is None and scorer.numerics.dtype in ("float64", "float32")
+        is_beyond = scorer.run.replayed_pass == TRAIN and np.abs(d).mean() > (0.01 if is_32_bit else ROUNDING_NATS)
+        not_held = scorer.substitution or (OTHER_INPUTS if is_beyond else CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(
         arm=scorer.arm.name, step=step, num_tokens=len(d), num_equal=int(same.sum()),
         mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0, max_abs_d=float(np.abs(d).max(initial=0.0)),

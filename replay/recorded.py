@@ -27,7 +27,7 @@ from ..tracer.snapshot import newest_attempts, read_contract, take_snapshot
 from ..tracer.store import Store, first_line
 from ..tracer.weights.checkpoints import CheckpointReader, open_weights
 from ..tracer.weights.reader import WeightReader
-from .backends.trusted import KERNELS_VARIABLE, check_contract
+from .backends.trusted import DTYPES, KERNELS_VARIABLE, check_contract
 
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")
 _UNNEEDED = ("routing", "routing_start", "attempt")
@@ -186,8 +186,9 @@ class RecordedRun:
         is ignored, since a replay does not run its code. Raises CannotReplay."""
         pass_name = pass_name or self.replayed_pass
         contract = self.contract(pass_name, digest) if pass_name != ROLLOUT else {}
-        config = self.model["config"]
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        config, own = self.model["config"], str(contract.get("dtype")).removeprefix("torch.")
+        of_config = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        dtype = own if own in DTYPES else of_config
         given = contract.get("model") or {}
         model = {"dtypes": {dtype: 1}, "attention": "sdpa"} | (given if isinstance(given, dict) else {"dtypes": given})
         whole = {"torch": {}, "temperature": 1.0} | contract | {"model": model}

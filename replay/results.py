@@ -64,10 +64,12 @@ class ReplayedStep:
     """True if replaying this step as recorded reproduced every bit. Only then is d due to the arm alone."""
     not_held: str | None = None
     """Why the as-recorded replay did not reproduce every bit: `refused` (the recorded setup cannot run here), a code in
-    `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
-    `unexplained`. None if every bit was reproduced."""
+    `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware), `other-inputs`
+    (more than rounding: different weights, tokens or settings) or `unexplained`. None if every bit was reproduced."""
     differs: tuple[str, ...] = ()
     """For the as-recorded arm, the contract fields that differ, or why it cannot run here. Empty if all bits match."""
+    fitting_version: int | None = None
+    """With `other-inputs`, at the first such step: the nearby policy version whose weights give the recorded logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ class ReplayedArm:
     share_equal: float
     mean_abs_d: float
     max_abs_d: float
-    identity_held: int
+    steps_reproduced: int
     """Number of steps where replaying as recorded reproduced every bit."""
 
 
@@ -108,15 +110,11 @@ def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
         tokens = sum(step.num_tokens for step in steps)
         scored = [step for step in steps if step.not_held != REFUSED or step.num_tokens]
         sum_abs_d = sum(step.mean_abs_d * step.num_tokens for step in scored)
-        summaries.append(
-            ReplayedArm(
-                arm=name,
-                num_steps=len(steps),
-                num_tokens=tokens,
-                share_equal=sum(step.num_equal for step in steps) / max(tokens, 1),
-                mean_abs_d=sum_abs_d / max(tokens, 1) if scored else nan,
-                max_abs_d=max((step.max_abs_d for step in scored), default=nan),
-                identity_held=sum(step.identity_held for step in steps),
-            )
-        )
+        summaries.append(ReplayedArm(
+            arm=name, num_steps=len(steps), num_tokens=tokens,
+            share_equal=sum(step.num_equal for step in steps) / max(tokens, 1),
+            mean_abs_d=sum_abs_d / max(tokens, 1) if scored else nan,
+            max_abs_d=max((step.max_abs_d for step in scored), default=nan),
+            steps_reproduced=sum(step.identity_held for step in steps),
+        ))  # fmt: skip
     return summaries

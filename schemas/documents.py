@@ -262,6 +262,24 @@ def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = Tru
 
 Contract = dict[str, Any]
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Short names of dtypes -> names in torch."""
+
+CONTRACT_KEYS = (
+    "engine",
+    "dtype",
+    "model",
+    "config",
+    "torch",
+    "versions",
+    "temperature",
+    "packing",
+    "moe_layers",
+    "mode",
+)
+"""Settings that tim-trace reads from a contract, and `mode`, which is no misspelt `model`. All others are recorded and
+compared, too."""
+
 PREFIX_TREE = "prefix_tree"
 """Value of `packing` for TRL's TreeRow, a prefix tree of the samples in a forward pass."""
 PACKED_ROWS = "rows"

@@ -64,7 +64,8 @@ def telling_missing() -> Iterator[None]:
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
         if name in EXTRAS:
-            raise NotInstalled(f"{name} is not installed; pip install 'tim-trace[{EXTRAS[name]}]'") from error
+            way = "pip install 'tim-trace[{0}]' or, in a clone, pip install '.[{0}]'".format(EXTRAS[name])
+            raise NotInstalled(f"{name} is not installed; {way}") from error
         from importlib import metadata  # imported here to keep startup fast
 
         required = [each for each in metadata.requires("tim-trace") or () if "extra ==" not in each]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence, Set
+from difflib import get_close_matches
 
 from .errors import InvalidRecord
 from .layout import PASS_NAME
@@ -25,9 +26,11 @@ def check_pass(name: str, declared: Set[str] = frozenset()) -> str:
         raise InvalidRecord(f"pass {name!r} is not a string. Use one of {', '.join(STANDARD)}")
     if name in STANDARD or name in declared or (name.startswith(REPLAY_PREFIX) and _NAME.fullmatch(name)):
         return name
+    near = get_close_matches(name.lower(), [*STANDARD, *declared], 1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     known = ", ".join([*STANDARD, "replay/<arm>", *sorted(declared - set(STANDARD))])
     raise InvalidRecord(
-        f"pass {name!r} is unknown. Use one of {known}, or declare it first with add_contract({name!r}, {{...}})"
+        f"pass {name!r} is unknown{hint} Use one of {known}, or declare it first with add_contract({name!r}, {{...}})"
     )
 
 

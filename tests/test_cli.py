@@ -569,3 +569,27 @@ def test_an_error_is_also_json_if_json_is_asked_for(tmp_path):
 
 def test_the_version_names_the_format_of_traces():
     assert tim_trace("--version").stdout.strip().endswith("(trace format 2)")
+
+
+def test_an_unknown_option_does_not_suggest_the_help(trace):
+    done = tim_trace("weights", trace, "--steps", "3")
+    assert done.code == 2
+    assert "No such option '--steps'" in done.stderr
+    assert "Did you mean" not in done.stderr
+
+
+def test_an_unknown_export_format_names_the_formats_and_the_way_to_csv(trace, tmp_path):
+    done = tim_trace("export", trace, "--to", "csv", "-o", tmp_path / "out")
+    assert done.code == 2
+    assert "parquet" in done.stderr
+    assert "sql RUN QUERY --csv" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["corrections"], ["stats", "--by", "sequence"]])
+def test_a_piped_table_has_at_most_120_columns_unless_wide_is_given(trace, command):
+    done = tim_trace(command[0], trace, *command[1:])
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    assert "--wide shows every column" in done.stderr
+    wide = tim_trace(command[0], trace, *command[1:], "--wide")
+    assert max(map(len, wide.stdout.splitlines())) > 120
+    assert "left out" not in wide.stderr

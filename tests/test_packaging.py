@@ -321,7 +321,10 @@ def test_a_verb_that_needs_torch_names_the_extra_that_installs_it(tmp_path, miss
     done = run(
         sys.executable, "-c", without({missing}, f"from tim_trace.cli import main\nmain({words!r})"), cwd=tmp_path
     )
-    assert done.stderr == f"Error: {missing} is not installed; pip install 'tim-trace[replay]'\n"
+    assert (
+        done.stderr
+        == f"Error: {missing} is not installed; pip install 'tim-trace[replay]' or, in a clone, pip install '.[replay]'\n"
+    )
     assert done.code == 2
 
 
@@ -335,4 +338,7 @@ for name in ("replay", "triangulate", "gradient", "locate", "certify", "reproduc
         print(error)
 """
     done = run(sys.executable, "-c", without({"torch"}, program))
-    assert done.stdout == "torch is not installed; pip install 'tim-trace[replay]'\n" * 6
+    assert (
+        done.stdout
+        == "torch is not installed; pip install 'tim-trace[replay]' or, in a clone, pip install '.[replay]'\n" * 6
+    )

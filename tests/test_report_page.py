@@ -477,7 +477,7 @@ def test_the_words_of_a_collapse_are_whole_in_a_phone_s_window(opened, step):
 
 FALLEN = """
 document.addEventListener("DOMContentLoaded", () => document.querySelector(".stack").insertAdjacentHTML("beforeend",
-    `<div id="fall" data-low="{step}" data-high="{step}"><span>reward drops from step {step} (2 to 30)</span></div>`));
+    `<div id="fall" data-low="{step}" data-high="{step}"><span>reward drops after step {step} (2 to 30)</span></div>`));
 """
 
 

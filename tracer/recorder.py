@@ -12,13 +12,14 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..schemas.capture import Capture
-from ..schemas.documents import CLOSED, Contract, Manifest, now
+from ..schemas.documents import CLOSED, CONTRACT_KEYS, DTYPES, Contract, Manifest, now
 from ..schemas.errors import InvalidRecord, TraceExists, warn
 from ..schemas.layout import EVAL_SPLIT, HYPERPARAMETER, METRICS, ROUTING, SPLITS, TRAIN_SPLIT
 from ..schemas.lazy import checked
@@ -154,6 +155,7 @@ class Recorder:
         self._names = {split: SequenceNames() for split in SPLITS}
         self._metric_step: int | None = None
         self._warned: set[str] = set()
+        self._last_rows = 0
         self._kinds: dict[str, dict[str, Any]] = {}
         """Shape and dtype of one token's values, for each Zarr group and array name."""
 
@@ -203,13 +205,22 @@ class Recorder:
     def add_contract(self, pass_name: str, contract: Contract) -> str:
         """Record a pass's contract (dtype, kernels and other settings that affect its logprobs), and return its hash.
 
-        The contract applies to scores added later. Passes with non-standard names must be declared this way.
+        The contract applies to scores added later. Passes with non-standard names must be declared this way. `dtype` is
+        the compute dtype as named in torch; bf16, fp16, fp32 and fp64 are accepted too. For `train`, add `"torch":
+        torch_settings()` and `"versions": numeric_versions()` (of `tim_trace.tracer.environment`), so that `replay` can
+        restore and compare the settings.
         """
         known = self._contracts.get(pass_name)
         if known is not None and known[0] is contract:
             return known[1]
         check_pass_name(pass_name)
-        digest = self.writer.contract(pass_name, contract)
+        dtype = str(contract.get("dtype"))
+        named = {**contract, "dtype": DTYPES[dtype]} if dtype in DTYPES else contract
+        for key in contract if self._checks_logprobs else ():
+            near = get_close_matches(str(key), CONTRACT_KEYS, 1, 0.8)
+            if near and key not in CONTRACT_KEYS:
+                self._warn_once(f"contract {key}", f"contract of {pass_name!r}: did you mean {near[0]!r} by {key!r}?")
+        digest = self.writer.contract(pass_name, named)
         self._contracts[pass_name] = (contract, digest)
         return digest
 
@@ -346,6 +357,8 @@ class Recorder:
         to the sequences' `policy_version` for `rollout`, and to None for other passes. If None, staleness cannot be
         computed, and `replay` reports that it uses the weights that sampled the sequences.
 
+        `forward`, a `tim_trace.tracer.rows.Forward`, says which rows shared a forward pass, and their padding, so that
+        `replay` can repeat it. Without it, `replay` runs one row per forward pass.
         `distribution` holds captured distributions [N, ...], one for each response token in `captured_rows`.
 
         `routing` is Routing(expert_ids=[N, L, S], expert_weights=[N, L, S]), a mixture-of-experts model's router
@@ -546,6 +559,10 @@ class Recorder:
         ids = {"prompt_ids": prompt_ids, "response_ids": response_ids}
         columns = {name: ids[name] if name in ids else prepared(column) for name, column in _STAGED.items()}
         columns |= {f"num_{name.replace('ids', 'tokens')}": of.lengths for name, of in ids.items() if of is not None}
+        content = (where, *(of.values.tobytes() if isinstance(of, Ragged) else repr(of) for of in columns.values()))
+        if warn and rows > 1 and hash(content) == self._last_rows:
+            warn("twice", f"{where}: this batch is identical to the one before; was it added twice?")
+        self._last_rows = hash(content)
         batch.resolve(lengths, padding, None if prompt_ids is None else prompt_ids.lengths)
         return columns
 

@@ -51,7 +51,7 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     except OSError as error:
         raise of_system(error, url) from error
     except Exception as error:  # file system libraries raise all kinds of errors
-        way = ": pip install 'tim-trace[s3]'" if is_s3 and isinstance(error, ImportError) else ""
+        way = ": pip install s3fs" if is_s3 and isinstance(error, ImportError) else ""
         raise StorageError(
             f"{url}: unsupported file system ({first_line(error)}{way}). Use a folder, or a URL such as s3://bucket/run"
         ) from error

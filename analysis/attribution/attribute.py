@@ -16,7 +16,6 @@ from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
 from ..check.check import CheckResult
 from ..facts import thresholds as t
-from ..facts.mismatch import FROM_START, FROM_UPDATES
 from ..facts.recorded import GIVEN, read_recorded
 from ..facts.rollouts import Rollouts, other_endings, read_prompts
 from ..facts.series import COLLAPSE, Fall, Outcome, shared_values
@@ -168,6 +167,8 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
         "outcome": run.name, "num_steps": n, "difference": mean, "low": mean - reach, "high": mean + reach,
         "most": abs(mean) + reach,
     }  # fmt: skip
+    if not apart.any():
+        return Statement(code="same_outcome", values={"outcome": run.name, "num_steps": n})
     return Statement(code="no_effect" if abs(mean) <= reach else "ends_apart", values=values)
 
 
@@ -181,8 +182,9 @@ def _supposed(
         told = (*table(at), *(() if control is None else table_beside(at, control)[0]))
         suspects = judged(told, ALONE if control is None else BESIDE)
         if facts.new_reward is not None and step == facts.new_reward.step:
-            # The rewards certainly changed at this step, which rules out `unknown`: scale the other probabilities up.
-            named = [one for one in suspects if one.code != "unknown"]
+            # Identical responses to identical prompts certainly get different rewards from this step on, which rules out
+            # other prompts and `unknown`: scale the other probabilities up.
+            named = [one for one in suspects if one.code not in ("unknown", "data")]
             total = sum(one.probability for one in named)
             suspects = tuple(replace(one, probability=one.probability / total) for one in named)
         is_named = control is not None or suspects[0].code != "unknown"
@@ -314,25 +316,13 @@ def _next(facts: Facts, suspect: str) -> Advice:
     return Advice(remark=_NEXT.get(suspect, ""))
 
 
-_MISSED_UPDATES = ("stale_weights", "partial_sync", "never_synchronised")
-
-
 def kind(facts: Facts) -> str:
-    first = facts.checked.findings[0] if facts.checked else None
-    if first is not None and first.signal == "engine_weights":
-        return str(first.numbers["cause"])
-    if facts.checked is None or facts.checked.is_valid or first is None or carried(facts) < 0.1:
+    """Return what `check` says about the mismatch: a cause or a finding's code, or "" if it explains too little."""
+    if facts.checked is None:
         return ""
-    run, earlier, code = facts.mismatch, facts.earlier_weights, first.code
-    if run is None or code not in OF_WEIGHTS:
-        return code
-    if earlier is not None and earlier.explains:
-        return "stale_weights"
-    if code == "copies" and run.begins != FROM_UPDATES:
-        return code
-    cause = str(first.numbers.get("cause") or code)
-    if run.begins == FROM_START:  # no update has been missed yet
-        return "" if cause in _MISSED_UPDATES else cause
-    if run.begins == FROM_UPDATES:
-        return "partial_sync" if run.grows else "stale_weights"
-    return cause
+    first = facts.checked.findings[0]
+    if first.signal == "engine_weights":
+        return str(first.numbers["cause"])
+    if facts.checked.is_valid or carried(facts) < 0.1:
+        return ""
+    return str(first.numbers.get("cause") or first.code) if first.code in OF_WEIGHTS else first.code

@@ -41,7 +41,7 @@ _SIDES = {
 """Suspect -> component to fix, named as in `check`."""
 _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
-    "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
+    "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
 """Evidence code -> component to fix. Such evidence is conclusive because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
@@ -93,7 +93,7 @@ class SupposedCause:
     """Likely cause of a decline that the rewards do not show. Only an evaluation can confirm that the run got worse."""
 
     suspects: tuple[Suspect, ...]
-    """Most probable first. `unknown` is left out if rewards for identical responses change at `step`."""
+    """Most probable first. `unknown` and `data` are left out if rewards for identical responses change at `step`."""
     step: int
 
 

@@ -45,7 +45,9 @@ QUESTIONS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def attribution_brief(result: Attribution, width: int | None = None, story: str = "") -> str:
+def attribution_brief(result: Attribution, width: int | None = None, story: str = "", since: int | None = None) -> str:
+    """Return what is known and what to look at. `story` replaces the first sentence, and `since` is the step at which a fault
+    begins if there is no drop."""
     change = result.supposed
     suspects = result.suspects or (change.suspects if change else ())
     about = f"{result.trace}, {result.num_steps} steps" + (f", baseline {result.control}" if result.control else "")
@@ -54,7 +56,8 @@ def attribution_brief(result: Attribution, width: int | None = None, story: str 
         parts.append(_facts(result))
     if suspects:
         parts.append(_alike(suspects))
-    parts += [_rows(result), _questions(result, suspects)]
+    onset = _onset(result, since)
+    parts += [_rows(result, onset), _questions(result, suspects, onset)]
     if notes := note_sentences(result):
         parts.append("\n".join(f"Note: {note}" for note in notes))
     return wrapped_lines("\n\n".join(parts), width)
@@ -62,8 +65,8 @@ def attribution_brief(result: Attribution, width: int | None = None, story: str 
 
 def _facts(result: Attribution) -> str:
     facts = [one for one in result.facts if abs(one.level) >= _WEAK]
-    begin = f"at step {result.supposed.step}" if result.supposed else "at the step with the strongest facts"
-    when = "timing relative to the drop" if result.fall else f"as if a drop began {begin}"
+    begin = f"step {result.supposed.step}" if result.supposed else "the step with the strongest facts"
+    when = "timing relative to the drop" if result.fall else f"rated as for a drop at {begin}, although none was found"
     lines = [f"Facts, strongest first (strength from 0 to 1, {when}):"]
     for number, one in enumerate(facts):
         line = f"  {abs(one.level):.2f}  {one.order(result.fall) or '':<6}  {evidence_sentence(one)}"
@@ -82,16 +85,15 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
     return f"Probabilities: {listed}. {apart}"
 
 
-def _onset(result: Attribution) -> tuple[int, int] | None:
+def _onset(result: Attribution, since: int | None) -> tuple[int, int] | None:
     if result.fall is not None:
         return result.fall.step, result.fall.latest
-    change = result.supposed
-    return None if change is None else (change.step, change.step)
+    step = since if result.supposed is None else result.supposed.step
+    return None if step is None else (step, step)
 
 
-def _rows(result: Attribution) -> str:
+def _rows(result: Attribution, onset: tuple[int, int] | None) -> str:
     steps = [int(each.values["step"]) for each in result.difference_codes if "step" in each.values]
-    onset = _onset(result)
     first = min(steps, default=result.num_steps if onset is None else onset[0])
     traces = " ".join(shlex.quote(each) for each in (result.trace, result.control) if each)
     where = f"step = {first}" if result.control else f"step IN ({first - 1}, {first})"
@@ -101,16 +103,16 @@ def _rows(result: Attribution) -> str:
     )
 
 
-def _questions(result: Attribution, suspects: tuple[Suspect, ...]) -> str:
+def _questions(result: Attribution, suspects: tuple[Suspect, ...], onset: tuple[int, int] | None) -> str:
     open_ = [one.code for one in suspects if one.probability >= _OPEN] or ["unknown"]
     lines = [f'Open questions. To answer each, run: tim-trace sql {shlex.quote(result.trace)} "QUERY"']
     for code in dict.fromkeys((*open_, "unknown")):
-        lines += [f"  {SUSPECTS[code]}: {QUESTIONS[code][0]}", f"    {query(code, _onset(result), result.num_steps)}"]
+        lines += [f"  {SUSPECTS[code]}: {QUESTIONS[code][0]}", f"    {query(code, onset, result.num_steps)}"]
     return "\n".join(lines)
 
 
 def query(suspect: str, onset: tuple[int, int] | None, num_steps: int) -> str:
     """Return the SQL for a suspect's open question, at the steps around the drop's `onset` (first and last step)."""
-    step, last = onset or (0, num_steps)
+    step, last = onset or (num_steps, num_steps)
     near = f"step BETWEEN {max(step - 15, 0)} AND {last + 10}" if onset else "step IS NOT NULL"
     return QUESTIONS[suspect][1].format(near=near, step=step, last=last)

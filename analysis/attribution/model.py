@@ -32,7 +32,7 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("stop_ignored", "responses_capped", "never_ended"), ("advantages_changed.mean", "advantages_changed.burst")),
     (_LAGS, ("earlier_weights", "engine_moves_on")),
     (_OLD, (*_OF_MISMATCH, "engine_moves_on", "declared_fresh", "returns_to_reference", "not_sampled_so")),
-    (("length_pays_since", "length_explains_rewards", "rewards_by_length_part"),
+    (("length_pays_since", "rewards_by_length_part"),
      (
         "reward_hides_fall.with", "reward_moves_alone", "reward_and_relation_move", "relation_breaks_alone",
         "advantages_changed.mean", "advantages_changed.burst", "rewards_changed",

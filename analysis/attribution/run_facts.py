@@ -39,7 +39,8 @@ class Facts:
     series: Mapping[str, Series]
     outcomes: tuple[Outcome, ...]
     fall: Fall | None
-    mismatch: of_engine.RunMismatch | None
+    mismatch: float | None
+    """Mean |d| (nats) at the onset of the drop. See read_mismatch_size."""
     checked: CheckResult | None
     database: Database
     pair: Pair
@@ -124,11 +125,7 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        found = rows.repeated_responses(self.since_fall)
-        if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
-            return found
-        later = rows.repeated_responses(self.rollouts.since(self.fall.interval[1]))
-        return later if later.lies_off else found
+        return rows.repeated_responses(self.since_fall)
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
@@ -156,15 +153,12 @@ class Facts:
     def changed_rewards(self) -> relations.ChangedResponses | None:
         if not len(self.steps):
             return None
-        near = self._given_otherwise("reward", rows.least_reward(self.rollouts))
-        if near is not None:
-            noise = self.repeated_before.unequal
-            least = max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / near.num_responses)
-            near = near if near.share > least else None
-        if near is not None and not near.share_before > t.WAS_THERE * near.share:
-            return near
-        found = self._given_otherwise_for_good("reward", rows.least_reward(self.rollouts))
-        return near if found is None or found.is_rescaled else found
+        found = self._given_otherwise("reward", rows.least_reward(self.rollouts))
+        if found is None:
+            return None
+        noise = self.repeated_before.unequal
+        least = max(t.CHANGED + 2 * (0.0 if math.isnan(noise) else noise), t.FEW_CHANGED / found.num_responses)
+        return found if found.share > least else None
 
     @cached_property
     def pays_length_since(self) -> float:
@@ -188,9 +182,7 @@ class Facts:
         # Openings repeat more often, but whole responses are more sensitive.
         for column in ("opening_reference", "reference"):
             found = self._given_otherwise(column, t.REFERENCE_MOVES)
-            if found is None or found.share <= t.MOST or found.share_before > t.WAS_THERE * found.share:
-                found = self._given_otherwise_for_good(column, t.REFERENCE_MOVES)
-            if found is not None:
+            if found is not None and found.share > t.MOST and not found.share_before > t.WAS_THERE * found.share:
                 return found
         return None
 
@@ -200,17 +192,6 @@ class Facts:
         else:
             first, last = self.fall.interval[0] - 5, self.fall.latest
         return relations.changed_responses(self.rollouts, column, first=first, last=last, least=least)
-
-    def _given_otherwise_for_good(self, column: str, least: float) -> relations.ChangedResponses | None:
-        if self.fall is None:
-            return None
-        first, last = int(self.steps[0]) + 1, self.fall.interval[0] - 6
-        found = relations.changed_responses(self.rollouts, column, first=first, last=last, least=least)
-        if found is None or found.share <= t.MOST or found.num_responses < t.FEW_CHANGED:
-            return None
-        before, since = self.rollouts.until(found.step - 1), self.rollouts.since(found.step)
-        unequal_since, unequal_before = (rows.unequal_share(part, column, least) for part in (since, before))
-        return found if unequal_since <= t.CHANGED and not unequal_before > t.CHANGED else None
 
     @cached_property
     def new_reward(self) -> relations.ChangedResponses | None:
@@ -288,7 +269,7 @@ class Facts:
         return self if fall is None else self.with_fall(fall)
 
     def with_fall(self, fall: Fall) -> Facts:
-        return replace(self, fall=fall, mismatch=of_engine.read_run_mismatch(self.series, fall))
+        return replace(self, fall=fall, mismatch=of_engine.read_mismatch_size(self.series, fall))
 
 
 def read_facts(
@@ -312,7 +293,7 @@ def read_facts(
         notes[-1] = Statement(code="no_tokens", values={"source": mean_abs_d.source})
     return Facts(
         trace=name, series=series, outcomes=outcomes, fall=fall, checked=checked, database=known, pair=pair,
-        mismatch=of_engine.read_run_mismatch(series, fall), settings=read_hyperparameters(known),
+        mismatch=of_engine.read_mismatch_size(series, fall), settings=read_hyperparameters(known),
         notes=tuple(notes), steps_asked=database.steps, later=later,
     )  # fmt: skip
 
@@ -322,7 +303,7 @@ def _mismatch_begins(facts: Facts) -> float:
     if facts.mismatch is None:
         return math.inf
     values = facts.values("mean_abs_d")
-    begun = facts.steps[values >= t.BEGUN * max(facts.mismatch.size, float(np.nanmax(values)) / 10)]
+    begun = facts.steps[values >= t.BEGUN * max(facts.mismatch, float(np.nanmax(values)) / 10)]
     return float(min(begun, default=math.inf))
 
 

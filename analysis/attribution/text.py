@@ -36,7 +36,6 @@ EVIDENCE: Mapping[str, str] = {
     "endings_change": "starting at step {step}, up to {share:.0%} of responses end with an unusual token ({before_share:.0%} before), so responses are being cut off",
     "responses_capped": "starting at step {step}, no response is longer than {limit} tokens and at least {share:.0%} have that length ({before_share:.0%} were longer before), so responses are being cut off",
     "reference_changed": "starting at step {step}, {share:.0%} of {num_responses:,} repeated responses or prefixes get different reference logprobs than before, so the reference was replaced or misaligned",
-    "loss_term_changes": "the recorded terms add up to the logged loss only if the coefficient of the {term} term changes at step {step}",
     "loss_term_inverted": "since the drop, the logged loss implies a coefficient with the wrong sign for the {term} term ({coefficient:.3g})",
     "loss_term_oversized": "since the drop, the logged loss implies a coefficient of {coefficient:.3g} for the {term} term, but {declared:.3g} is declared",
     "loss_term_unusual": "since the drop, the logged loss implies a coefficient of {coefficient:.3g} for the {term} term, but none is declared (usual: at most {usual:g})",
@@ -50,9 +49,7 @@ EVIDENCE: Mapping[str, str] = {
     "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than the trainer's, up from {lag_before:g} (mean |d| {mean_abs_d:.2g} nats)",
     "earlier_weights_of_step": "where engine and trainer differ, the engine's logprobs match the trainer's at step {version} for {share:.0%} of {num_agreeing:,} prefixes, so the engine kept those weights",
     "earlier_weights_at_distance": "where engine and trainer differ, for {share:.0%} of {num_agreeing:,} prefixes, the engine's logprobs match those that the trainer had {version} steps earlier",
-    "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
     "engine_moves_on": "the engine's logprobs changed for {changed} {num_openings:,} repeated prefixes, so its weights do change, on time or late",
-    "mismatch_resets": "mean |d| grows step by step and falls at once from {from_value:.2g} to {to_value:.2g} nats at step {step} ({num} such falls), as when an engine that was behind gets new weights",
     "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so reward and {outcome} measure different things",
     "learning_rate_spike": "from step {step} on, the learning rate reaches {factor:.3g} times its earlier median",
     "learning_rate_beyond": "from step {step} on, the learning rate is up to {factor:.3g} times the declared one",
@@ -70,9 +67,6 @@ EVIDENCE: Mapping[str, str] = {
     "entropy_collapses": _ENTROPY + "it drops together with the outcome, although good results do not require low entropy",
     "length_pays": "within groups, longer responses get higher rewards (correlation {correlation:.2f})",
     "length_pays_since": "starting at step {step}, the same response gets a different reward than before, and the change depends on its length (correlation {correlation:.2f}, {num_responses:,} responses)",
-    "rewards_take_new_values": "starting at step {step}, {share:.1%} of rewards take values that never occurred before (new values in earlier steps: {before_share:.1%})",
-    "length_explains_rewards": "starting at step {step}, length explains {share:.0%} of the reward variance within a step ({before_share:.0%} before)",
-    "length_explains_first_rewards": "from the first step on, length explains {share:.0%} of the reward variance within a step",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
     "relation_breaks_alone": "starting at step {step}, rewards no longer increase with response probability, although the reward distribution and the policy are unchanged",
@@ -119,8 +113,9 @@ NOTES: Mapping[str, str] = {
     "other_prompts": "the run and its baseline begin with different prompts, so this is only an observation. For an intervention, "
     "rerun with the same seeds and data",
     "no_prompts": "without tokens it is unknown whether both runs saw the same prompts, so this is only an observation",
+    "same_outcome": "over the last {num_steps} shared steps, {outcome} equals the baseline's",
     "no_effect": "no effect detected: over the last {num_steps} shared steps, {outcome} differs from the baseline's by "
-    "{difference:+.3g} (95% CI {low:+.3g} to {high:+.3g}), so any effect is at most {most:.3g}",
+    "{difference:+.3g} (95% CI {low:+.3g} to {high:+.3g}), so the effect, if any, is at most {most:.3g}",
     "ends_apart": "over the last {num_steps} shared steps, {outcome} differs from the baseline's by {difference:+.3g} (95% CI "
     "{low:+.3g} to {high:+.3g}), although no lasting drop was found",
     "no_difference": "the traces show no difference between the run and its baseline, yet the run does worse",
@@ -170,7 +165,7 @@ def verdict_sentence(result: Attribution) -> str:
         cause = f"the most likely cause is {supposed.suspects[0].titled()}, starting at step {supposed.step}"
         return f"{calm}. If an evaluation does show a drop, {cause}."
     fall, step = result.fall, f"step {result.fall.step}{interval_text(*result.fall.interval)}"
-    where = f"{fall.outcome} {fall.verb} from {fall.before:.3g} to {fall.after:.3g}, starting at {step}"
+    where = f"{fall.outcome} {fall.verb} from {fall.before:.3g} to {fall.after:.3g} after {step}"
     if fall.kind == FLAT:
         where = f"Learning stalled: {fall.course} {step}"
     return f"{where}. {f'{broken}. ' if broken else ''}{_cause(result)}"
@@ -179,7 +174,7 @@ def verdict_sentence(result: Attribution) -> str:
 def later_clause(later: Fall | None) -> str:
     if later is None:
         return ""
-    return f"; after the selected steps, {later.outcome} {later.verb} starting at step {later.step}"
+    return f"; after the selected steps, {later.outcome} {later.verb} after step {later.step}"
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
@@ -266,8 +261,11 @@ def _changes(result: Attribution) -> str:
     of_cause = {*named_series(result), result.fall.onset_of if result.fall else ""}
     own = [change for change in result.changes if not change.follows or change.series in of_cause]
     own.sort(key=lambda change: -change.abnormal)
+    onset = result.fall and (result.fall.onset_of, result.fall.step)
     lines = ["Changes around the drop, largest first:"]
-    lines += [f"  {change.order:<7} {change_sentence(change)}" for change in own[:_MOST_CHANGES]]
+    for change in own[:_MOST_CHANGES]:
+        is_drop = onset == (change.series, change.step)
+        lines.append(f"  {change.order:<7} {change_sentence(change, is_drop=is_drop)}")
     if len(own) > _MOST_CHANGES:
         lines.append(f"  and {len(own) - _MOST_CHANGES} more: SELECT * FROM changes")
     followed = [change.series for change in result.changes if change.series not in {one.series for one in own}]

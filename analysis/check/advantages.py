@@ -173,7 +173,7 @@ class DataRows:
         title = fault.filled(fault.title, signal, known | {"finding": finding})
         yield DataFinding(
             code=fault.code, signal=signal, title=title, share=float(np.mean(affected)), since=since,
-            is_notice=notice or (notice_if_whole and since is None), numbers=known, finding=finding and replace(finding, tokens=None),
+            is_notice=bool(notice or (notice_if_whole and since is None)), numbers=known, finding=finding and replace(finding, tokens=None),
             where=shared_by(columns, affected) if columns else {}, next=commands.sql_of(self.database.given[0], query),
         )  # fmt: skip
 
@@ -1127,7 +1127,7 @@ _UNLIKE_SETTINGS = data_fault("advantages_unlike_settings", "advantages contradi
 _BASELINE = data_fault("baseline", "the baseline is not the group's mean", "advantages are rewards minus {rule} (fit {fit:.4f}; with the group's mean {own:.4f})", BY_GROUP, words=rule_words)  # fmt: skip
 _BASELINE_UNKNOWN = data_fault("baseline_unknown", "advantages do not average 0 within groups", "the groups' mean advantages have a standard deviation of {between:.2f} times the rms advantage, and no known baseline fits", BY_GROUP, hidden_by=("advantages_extreme",))  # fmt: skip
 _UNEXPLAINED = data_fault("advantages_unexplained", "advantages do not follow from rewards alone", "within groups, advantages {are_monotone} (correlation {correlation:.3f}), and no known rule reproduces them", BY_GROUP, are_monotone={True: "rise with the rewards, but not in proportion", False: "are not a function of the recorded rewards"})  # fmt: skip
-UNRELATED = data_fault("advantages_unrelated", "advantages do not follow rewards", "the correlation between advantages and rewards within each {scope} is {correlation:.3f} (up to {error:.2f} by chance){part}", BY_GROUP, hidden_by=("advantages_vary", "advantages_mixed"), part={
+UNRELATED = data_fault("advantages_unrelated", "advantages do not follow rewards", "the correlation between advantages and rewards within each {scope} is {correlation:.3f} (up to {error:.2f} by chance){part}", BY_GROUP, hidden_by=("advantages_mixed",), part={
     "shorter": " in rows shorter than their step's longest, but {rest:.3f} in the others",
     "truncated": " in truncated rows, but {rest:.3f} in the others",
     "all": "; this is also the case if a critic predicts the rewards",

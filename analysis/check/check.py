@@ -132,13 +132,13 @@ def check(
         if names == (TRAIN, ROLLOUT) and columns.has_versions_of_current(database):
             names = (CURRENT, TRAIN)
         is_default = names == (TRAIN, ROLLOUT)
-        if is_default and ROLLOUT not in columns.num_scored(database) and (unpaired := _unpaired(database, trace)):
-            return unpaired
+        if is_default and ROLLOUT not in columns.num_scored(database) and (found := unpaired(database, trace)):
+            return found
         try:
             data = gather(database, names, trace=os.fspath(trace))
         except NothingToCompare:
-            if is_default and columns.masks_everything(database) and (unpaired := _unpaired(database, trace)):
-                return unpaired
+            if is_default and columns.masks_everything(database) and (found := unpaired(database, trace)):
+                return found
             raise
         return judge(data, ":".join(names), data_findings(database, data.sample))
 
@@ -146,7 +146,7 @@ def check(
 _HAS_REWARDS = "SELECT EXISTS (FROM sequences WHERE reward IS NOT NULL)"
 
 
-def _unpaired(database: Database, trace: str | os.PathLike[str]) -> CheckResult | None:
+def unpaired(database: Database, trace: str | os.PathLike[str]) -> CheckResult | None:
     """Check only rewards, advantages, groups and the reference. None if a trace has none of them."""
     scored = columns.num_scored(database)
     sample = read_sample(database, (TRAIN, ROLLOUT if ROLLOUT in scored else TRAIN), []) if TRAIN in scored else None
@@ -176,7 +176,7 @@ def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] 
     return PairData(
         trace=trace, steps=database.steps, condition=database.step_condition(), sample=sample,
         sums=known, contracts={name: json.loads(text) for name, text in contracts if text},
-        passes=passes, reference=reference if REFERENCE in passes else None,
+        settings=columns.read_hyperparameters(database), passes=passes, reference=reference if REFERENCE in passes else None,
         has_weights=source.store.exists(WEIGHTS), is_import=source.manifest.is_import,
         is_recorder=source.manifest.source == "recorder",
         model=next((state.model for state in columns.writer_states(database) if state.model), {}),
@@ -279,7 +279,7 @@ def explain(data: PairData) -> list[Finding]:
         if not any(each.fails for each in rest):
             rest += [each for part in parts for each in part if each.side is None]
     if replays := kinds.routing_replay(data):
-        contextual = (kinds.ROW_CONTEXT.code, kinds.ONSET.code, kinds.COMPUTATION.code)
+        contextual = [each.code for each in (kinds.ROW_CONTEXT, kinds.ONSET, kinds.COMPUTATION, kinds.NOT_REPEATABLE)]
         rest = [
             replace(each, numbers=each.numbers | {"replays": replays}) if each.code in contextual else each
             for each in rest
@@ -611,7 +611,7 @@ def _left(data: PairData) -> list[Finding]:
 def _state(data: PairData) -> list[Finding]:
     if kinds.weights_agree(data):
         return [kinds.equal_weights(data)]
-    for find in (kinds.find_after_update, kinds.find_frozen, kinds.find_earlier_growth):
+    for find in (kinds.find_same_weights, kinds.find_after_update, kinds.find_frozen, kinds.find_earlier_growth):
         if found := find(data):
             return found
     return kinds.find_kinds(data)

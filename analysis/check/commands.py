@@ -59,8 +59,9 @@ def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
     return _replay(data, step, "--engine vllm --name whole", "check", f" --pair {shlex.quote(f'{other}:replay/whole')}")
 
 
-def arms(data: PairData, options: str) -> Advice:
-    return _replay(data, int(data.sample.steps[-1]), options, "diagnose", _pair_and_steps(data))
+def arms(data: PairData, options: str, step: int | None = None) -> Advice:
+    step = int(data.sample.steps[-1]) if step is None else step
+    return _replay(data, step, options, "diagnose", _pair_and_steps(data))
 
 
 def _replay(data: PairData, step: int, options: str, verb: str, of: str) -> Advice:

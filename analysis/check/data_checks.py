@@ -30,9 +30,9 @@ from .faults import evidence_text
 from .faults.kinds import BY_TIME, MIN_STOPPED
 from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement
 from .faults.sampling import MAX_LEFT, find_one_sided, find_temperature, unapplied_setting
-from .features import FEW, means, movement, not_repeatable, pearson, repeats, wrong_versions
+from .features import FEW, MIN_REPEATS, means, movement, not_repeatable, pearson, repeats, wrong_versions
 from .finding import BY_GROUP, BY_STEP, BY_VERSION, DataFault, DataFinding, data_fault
-from .pair_data import PairData, allowed_noise, level, logit_error
+from .pair_data import MIN_REST, PairData, allowed_noise, level, logit_error, neighbours
 from .sample import CHANCE, PairSums, PassSample, Sample, read_sample
 from .where import PLACE_NATS, places, where_text
 
@@ -559,7 +559,7 @@ def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     if (setting := run.switched_on(_MASKS_CUT)) and cut.sum() >= _SEVERAL:
         yield cut, {"setting": setting, "shown": "truncated", "num": int(cut.sum())}
     setting = run.switched_on(_FILTER)
-    if not setting or run.setting(r"filter_groups[./]metric$", r"^(?!.*(reward|score))"):
+    if not setting or run.setting(r"filter_groups[./]metric$", r"^(?!.*(reward|score|acc))"):
         return
     # If rewards are equal but advantages are not 0, only a part of the group was recorded, or the reward was adjusted.
     cell, reward = run.cell, run.reward
@@ -662,7 +662,7 @@ _USE_KL = r"(^|[./_])use_kl(_loss|_in_reward|_penalty)?$"
 _KL_METRIC = re.compile(r"(^|/)(ref_?kl|kl(_(loss|rewards?|penalty|div|ref))?)(/(mean|avg))?$")
 
 
-_KL_IS_ZERO = data_fault("kl_is_zero", "the KL to the reference is always 0", "{name} is logged as 0 at all {num:,} steps, although {setting} is recorded, so the KL term has no effect: the reference was not computed, or it is the policy itself", metrics.OF_METRIC)  # fmt: skip
+_KL_IS_ZERO = data_fault("kl_is_zero", "the KL to the reference is always 0", "{name} is logged as 0 at all {num:,} steps, although {setting} is recorded, so the KL term has no effect: the reference was not computed, or it is the policy itself", metrics.OF_METRIC, hidden_by=("weights_unchanged",))  # fmt: skip
 
 
 def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
@@ -839,13 +839,18 @@ def _replaced_reference(run: DataRows, name: str, data: PairData) -> Iterator[Da
 
 _SAMPLING_CONTRADICTS = data_fault("sampling_contradicts", "the samples contradict a recorded sampling setting", {
     "temperature": "temperature = {temperature:g} is recorded, but logprob + entropy averages {mean:.2g} nats instead of 0: {is_below_1} a filter that was not recorded, unless likely responses were selected",
-    "top_p": "top_p = {top_p:g} is recorded, but it would have left out {left_out:.1%} of the tokens, judging by their logprobs and entropies",
+    **{
+        name: f"{name} = {{{name}:g}} is recorded, but it would have left out {{left_out:.1%}} of the tokens, judging by their logprobs and entropies"
+        for name in ("top_p", "min_p")
+    },
 }, token_checks.ENTROPIES.replace("{name}", "train"), is_below_1={True: "neither pass applies it, or sampling applied", False: "sampling applied a lower one or"})  # fmt: skip
 _VERSIONS_WRONG = data_fault("versions_wrong", "{name}'s policy versions do not match its weights", "for the same tokens with the same prefix, {name}'s logprobs differ by {size:.2g} nats from those of the same policy version at earlier steps (median, in the logit, over {num_tokens:,} repeated tokens), so {has_restarted}", BY_VERSION, has_restarted={
     True: "the version restarted, as after a resume, so it no longer identifies the weights",
     False: "the recorded version does not increase with each update, or is counted differently from the other pass's",
 })  # fmt: skip
 _NEVER_UPDATED = data_fault("engine_never_updated", "the engine's policy version never grows", "all {num:,} rows inspected after the first update were sampled with policy version {version}, while the trainer's grows to {latest}: the data were sampled beforehand, the trainer's weights never reach the engine, or nothing increments its version", BY_VERSION)  # fmt: skip
+
+_UNCHANGED = data_fault("weights_unchanged", "the trainer's weights never change", "the policy version grows from {version} to {latest}, but train gives all {num_tokens:,} tokens that occur again at a later version, with the same prefix, bitwise the same logprobs, so no update changes the weights: the optimizer may have no parameters or the wrong ones, or the learning rate may be 0", BY_VERSION, hidden_by=("not_finite",))  # fmt: skip
 
 
 def _versions(run: DataRows) -> Iterator[DataFinding]:
@@ -865,6 +870,16 @@ def _versions(run: DataRows) -> Iterator[DataFinding]:
     if is_whole and np.ptp(engine) == 0 and np.ptp(trainer) >= MIN_STOPPED:
         numbers, behind = {"version": int(engine[0]), "latest": int(trainer.max())}, data.updates_behind > 0
         yield from run.find(_NEVER_UPDATED, behind, sample=run.sample, notice=True, **numbers)
+    versions, keys = run.sample.a.versions.filled(-1)[data.seq], run.sample.token_keys[data.keep]
+    temperature = np.nan_to_num(run.sample.settings["temperature"])[data.seq]
+    one, two = neighbours(np.lexsort((versions, keys, temperature)), keys, temperature)
+    again = (versions[one] >= 0) & (versions[one] < versions[two]) & (data.rest[one] > MIN_REST)
+    one, two, known = one[again], two[again], np.unique(run.sample.steps)
+    is_known = len(one) >= MIN_REPEATS and len(np.unique(versions[two])) > 1 and not advantages.is_16_bit(data.a)
+    has_gradient = not (run.rows["advantage"] == 0).all()
+    if is_known and has_gradient and np.array_equal(data.a[one], data.a[two]):
+        numbers = {"num_tokens": len(one), "version": int(versions[one].min()), "latest": int(versions[two].max())}
+        yield from run.find(_UNCHANGED, known >= 0, known, **numbers)
 
 
 def _has_restarted(side: PassSample, steps: np.ndarray) -> bool:
@@ -944,7 +959,7 @@ _RATIO_IS_ONE = data_fault("ratio_is_one", "the importance ratio is 1 by constru
     "dtypes": "{a} was computed in {dtypes_a}, {b} in {dtypes_b}",
     "clipped": "clipping has no effect, which is correct only with one update per batch",
 })  # fmt: skip
-_REFERENCE_IS_POLICY = data_fault("reference_is_policy", "the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP)  # fmt: skip
+_REFERENCE_IS_POLICY = data_fault("reference_is_policy", "the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP, hidden_by=("weights_unchanged",))  # fmt: skip
 
 
 def _ratios(run: DataRows) -> Iterator[DataFinding]:
@@ -1240,12 +1255,12 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
         r, *others = (each - mean_of(at[chosen], each) for each in values)
         is_known = len(chosen) >= 40 and np.ptp(r) > 0
         error = 4 / max(len(chosen), 1) ** 0.5
-        return (max((pearson(each, r) for each in others), key=abs) if is_known else np.nan), error
+        return (max(np.nan_to_num([pearson(each, r) for each in others]), key=abs) if is_known else np.nan), error
 
     is_short = length < np.maximum.reduceat(length, np.unique(at, return_index=True)[1])[at]
     for part, early in {"shorter": is_short, "truncated": run.ended == "length"}.items():
         (here, error), (rest, _) = related(known & early), related(known & ~early)
-        if abs(here) < error < 0.25 and rest > max(0.8, 4 * abs(here)):
+        if abs(here) < error < 0.4 and rest > max(0.8, 4 * abs(here)):
             numbers: dict[str, Any] = {"correlation": here, "error": error, "scope": "step", "part": part, "rest": rest}
             yield from run.find(advantages.UNRELATED, known & early, notice=True, **numbers)
             return

@@ -230,9 +230,9 @@ def frozen(data: PairData) -> tuple[str, dict[str, Any]] | None:
 
 
 def _part_followed(own: np.ndarray, others: np.ndarray, steps: np.ndarray) -> float:
-    """Return the share of the `others`' changes ([P] nats) that `own` changes follow, in the first half of the run as in
-    the second, if it is below a third, and otherwise 0."""
-    late = steps > np.median(steps)
+    """Return the share of the `others`' changes ([P] nats) that `own` changes follow, in the earlier half of the tokens as
+    in the later, if it is below a third, and otherwise 0."""
+    late = np.argsort(np.argsort(steps, kind="stable")) >= len(steps) // 2
     if min(late.sum(), (~late).sum()) < MIN_REPEATS or not all(
         pearson(own[half], others[half]) > 0.3 for half in (late, ~late)
     ):
@@ -241,6 +241,39 @@ def _part_followed(own: np.ndarray, others: np.ndarray, steps: np.ndarray) -> fl
         return 0.0
     part = float(own @ others) / float(others @ others)
     return part if part < 1 / 3 else 0.0
+
+
+class SameWeights(NamedTuple):
+    lag: int
+    """Number of steps by which pass b's weights are behind pass a's. Negative if they are ahead."""
+    tokens: int
+    apart: float
+    """Median difference of the passes' logits (nats) for the same tokens, `lag` steps apart."""
+    own: float
+    """The same at the same step."""
+
+
+@once
+def same_weights(data: PairData) -> SameWeights | None:
+    """Return the lag, up to three steps, at which the passes agree about tokens with the same prefix although they differ
+    at the same step, and although these tokens' logprobs change from step to step. None without at least five such tokens."""
+    steps, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
+    key = np.unique(data.sample.token_keys[data.keep], return_inverse=True)[1] * (len(steps) + 6) + 3
+    a, b, allowed = log_odds(data.a), log_odds(data.b), allowed_noise(data)
+    known, first = np.unique(key + step, return_index=True)
+    first = first[np.abs(a - b)[first] > 2 * allowed] if len(first) else first
+    for lag in (1, -1, 2, -2, 3, -3):
+        place = np.minimum(np.searchsorted(known, key[first] + step[first] + lag), len(known) - 1)
+        one, other = first, np.unique(key + step, return_index=True)[1][place]
+        there = known[place] == key[one] + step[one] + lag
+        one, other = one[there], other[there]
+        apart, own, moved = np.abs(a[one] - b[other]), np.abs(a[one] - b[one]), np.abs(a[one] - a[other])
+        if len(one) < 5 or np.quantile(apart, 0.9) > allowed:
+            continue
+        middle = float(np.median(apart))
+        if 10 * middle < min(np.median(own), np.median(moved)):
+            return SameWeights(lag, len(one), middle, float(np.median(own)))
+    return None
 
 
 class Movement(NamedTuple):
@@ -504,7 +537,9 @@ MAX_DISTANCE = 4.0
 MAX_REASONS = 3
 _USUAL = "rounding in {dtypes} usually causes at most {allowed:.2g} nats"
 SIZE = f"the logits differ by {{level:.2g}} nats rms; {_USUAL}"
-SIZE_AND_PLACE = f"The logits differ by {{level:.2g}} nats rms{{since_text}}; {_USUAL}{{reason_text}}{{where_text}}"
+SIZE_AND_PLACE = (
+    f"The logits differ by {{up_to}}{{level:.2g}} nats rms{{since_text}}; {_USUAL}{{reason_text}}{{where_text}}"
+)
 
 
 class Model(NamedTuple):
@@ -572,9 +607,9 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
         rows = f"{numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
         where = f"; the affected tokens, {where_text(numbers)}, are in {rows} and have {times_text(numbers['ratio'])} times the mismatch of the rest"
     return {
-        "dtypes": dtypes_text(numbers),
+        "dtypes": dtypes_text(numbers), "up_to": "" if since is None else "up to ",
         "reason_text": "".join(f"; {each}" for each in dict.fromkeys(said)), "where_text": where,
-        "since_text": "" if since is None else f", starting at step {since}",
+        "since_text": "" if since is None else f" at a single step, from step {since} on",
     }  # fmt: skip
 
 

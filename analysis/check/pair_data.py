@@ -40,6 +40,8 @@ class PairData:
     sample: Sample
     sums: PairSums
     contracts: dict[str, Contract] = field(default_factory=dict)
+    settings: dict[str, float | str] = field(default_factory=dict)
+    """Recorded hyperparameters."""
     passes: list[str] = field(default_factory=list)
     has_weights: bool = False
     is_import: bool = False

@@ -367,7 +367,7 @@ def _side(
     logprobs, entropy = logprobs.astype(np.float64), fitted(column, lengths).astype(np.float64)
     there = np.repeat(~array_of(column.is_null()), lengths) & np.isfinite(logprobs) & mask
     least, most = _possible_entropy(logprobs, 2 * num_ids)  # the vocabulary may be larger
-    is_low, is_possible = entropy < 0.99 * least - _IMPOSSIBLE_NATS, entropy <= 1.01 * most
+    is_low, is_possible = entropy < 0.99 * least - _IMPOSSIBLE_NATS, entropy <= 1.01 * most + _IMPOSSIBLE_NATS
     share_lost = float(np.mean((is_low | ~is_possible)[there])) if there.any() else 0.0
     # If a token's logprob was lost, its entropy is too large. An entropy that is too small belongs to another token.
     is_known = np.isfinite(entropy[there]).any() and is_low[there].mean() <= MOST_LOST

@@ -248,7 +248,9 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     rows = _rows(sample, cut)
     # A forced prefix is the same in all rows, so tokens that vary between rows were sampled.
     is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, rows.sum() / 10)
-    if is_sampled and rows.sum() > max(3, sample.num_sequences / 2):
+    # Frameworks mask long beginnings of some rows, such as those sampled by older policies, but not their first token alone.
+    fewest = sample.num_sequences / (20 if cut.sum() == rows.sum() else 2)
+    if is_sampled and rows.sum() > max(3, fewest):
         yield from of_cut(rows, "beginning", int(cut.sum()))
     # A tool's tokens are unlikely: the mean of logprob + entropy is 0 only where tokens were sampled.
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), None)
@@ -288,7 +290,10 @@ _LIMIT_EXCEEDED = data_fault("limit_exceeded", "responses are longer than the re
     "left": ", but no more than the largest recorded limit, {largest:,.0f}, so max_tokens may be what a resumed response had left",
 })  # fmt: skip
 _PROMPT_PADDING = data_fault("prompt_padding", "prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token, so padding is recorded as part of the prompt")  # fmt: skip
-_TOKENS_AFTER_END = data_fault("tokens_after_end", "tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else, so it ends the response, and all tokens after it, whether sampled or padding, count toward the loss")  # fmt: skip
+_TOKENS_AFTER_END = data_fault("tokens_after_end", "tokens after the end token count toward the loss", {
+    "tokens_after_end": "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else, so it ends the response, and all tokens after it, whether sampled or padding, count toward the loss",
+    "declared": "{num:,} of {of:,} rows go on after the recorded end token (id {token}), and the next tokens count toward the loss, so the engine may ignore the end token, or the mask may include tokens of the template",
+})  # fmt: skip
 
 
 def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
@@ -340,6 +345,15 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
     if num_known >= 8 and len(ids) and counts.max() > 0.9 * counts.sum() and _are_padded(sample, again):
         least = int(max(4, np.ceil(0.3 * num_known)))
         yield from find(_PROMPT_PADDING, again, least=least, of=num_known, token=int(ids[counts.argmax()]))
+    # A tool's output or the next turn's prompt is masked, and padding may repeat the end token.
+    followed = joined & np.isin(sample.tokens, run.end_ids) & (np.diff(sample.tokens, append=-1) != 0)
+    num_rows = int((lengths > 0).sum())
+    if (affected := _rows(sample, followed)).sum() > max(3, 0.05 * num_rows):
+        # A loop with its own tokens may have recorded a default end token that it does not use.
+        is_unused = np.isin(last, run.end_ids).sum() < 0.1 * num_rows
+        token = int(np.bincount(sample.tokens[followed]).argmax())
+        yield from find(_TOKENS_AFTER_END, affected, signal="declared", of=num_rows, token=token, notice=is_unused)
+        return
     from_end = lengths[sample.seq] - 1 - sample.position
     for distance in range(1, 9):
         there = (from_end == distance) & sample.mask
@@ -350,9 +364,9 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
         affected = _rows(sample, there & everywhere)
         final = np.unique(last[affected], return_counts=True)[1]
         # A token that merely precedes the end token is always followed by it, but various tokens follow an end token.
-        is_end = num >= max(12, 0.2 * (lengths > 0).sum()) and num > 0.9 * everywhere.sum()
+        is_end = num >= max(12, 0.2 * num_rows) and num > 0.9 * everywhere.sum()
         if is_end and final.max() < 0.5 * final.sum():
-            numbers = {"of": int((lengths > 0).sum()), "token": int(ids[counts.argmax()]), "distance": distance}
+            numbers = {"of": num_rows, "token": int(ids[counts.argmax()]), "distance": distance}
             yield from find(_TOKENS_AFTER_END, affected, **numbers)
             return
 

@@ -19,7 +19,7 @@ from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .comparison import KINDS, Comparison, RunDifference, stated_differences
 from .passes import PassComparison, compare_passes
-from .series import logprob_differences, sequence_differences, series_differences
+from .series import sequence_differences, series_differences, token_differences
 
 DEFAULT_PAIR = f"{TRAIN}:{ROLLOUT}"
 
@@ -51,6 +51,7 @@ def compare(
     settings, sampling settings, the most frequent execution contract for each pass and step, and at the shared steps:
 
     - prompts, and responses to identical prompts
+    - loss masks and finish reasons of identical responses
     - logprobs, bit for bit, until two responses to one prompt diverge
     - rewards for identical responses (tolerance 1e-6 times the step's largest reward), also if only one run has one
     - advantages for identical responses in groups with the same rewards in both runs
@@ -91,7 +92,7 @@ def compare(
             found += sequence_differences(rollouts_a, rollouts_b)
             passes = [passes_with(database, "logprobs", first_use=True) for database in (of_a, of_b)]
             names_of_both = sorted(name for name in passes[0] & passes[1] if not name.startswith(REPLAY_PREFIX))
-            found += logprob_differences(of_a, of_b, shared, names_of_both)
+            found += token_differences(of_a, of_b, shared, names_of_both)
         advance(1)
         same, within = list[str](), list[str]()
         found += series_differences(series_a, series_b, same, within)

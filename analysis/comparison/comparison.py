@@ -14,7 +14,7 @@ from ..trace.columns import field_text, flat_contract
 from ..trace.database import Database
 
 KINDS = (
-    "steps", "setting", "sampling", "contract", "prompts", "responses", "logprobs", "rewards", "advantages", "lag", "series",
+    "steps", "setting", "sampling", "contract", "prompts", "responses", "columns", "logprobs", "rewards", "advantages", "lag", "series",
 )  # fmt: skip
 """Kinds of difference, in causal order."""
 
@@ -23,7 +23,7 @@ KINDS = (
 class RunDifference:
     kind: str
     name: str
-    """Name of the setting, contract field (`pass.field`), pass or series, else empty."""
+    """Name of the setting, contract field (`pass.field`), column, pass or series, else empty."""
     step: int
     """First step where the runs differ. In a series, differences within noise do not count."""
     a: Measured | None
@@ -53,7 +53,7 @@ class Comparison(Result):
     same: tuple[str, ...]
     """Series that are bitwise equal at every step."""
     within_scatter: tuple[str, ...]
-    """Series that differ only by noise."""
+    """Series that differ only by noise, or that have too few common steps to tell."""
     note_codes: tuple[Statement, ...] = ()
     """Limits of the comparison (codes in text.NOTES)."""
 

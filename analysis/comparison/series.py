@@ -15,9 +15,9 @@ import numpy as np
 from ..facts.changes import FEWEST as FEWEST_CHANGES
 from ..facts.changes import change_points
 from ..facts.rollouts import Rollouts
-from ..facts.series import LINEAR, Series, shared_values
-from ..facts.two_runs import RowDifferences, rates_differ, read_prefixes, row_differences
-from ..statistics.noise import half_square_difference, highest_long_run_variance, tamed
+from ..facts.series import LINEAR, LOG, MISMATCH, Series, shared_values
+from ..facts.two_runs import RowDifferences, read_prefixes, row_differences, values_differ
+from ..statistics.noise import half_square_difference, highest_long_run_variance, peaks, robust_sd, tamed
 from ..trace.database import Database
 from ..trace.ragged import array_of
 from ..trace.tokens import step_ranges, tokens_by_step
@@ -28,6 +28,9 @@ FEWEST = 3
 BEYOND_SD = 4.5
 """Minimum mean difference to report (standard errors). At this threshold, false positives stay below 0.5%, although
 every possible first step is tested."""
+
+FEWEST_PEAKS = 9
+"""Minimum number of steps over which peaks must differ. These contain at least three steps that differ."""
 
 LAGS = ("policy_lag", "version_lag")
 """Series that count updates. They have no noise, so every difference is reported."""
@@ -49,14 +52,15 @@ def series_differences(
         if not unequal.any():
             same.append(name)
             continue
-        differs = rates_differ(one, two) if name == "learning_rate" else unequal & (name in LAGS)
+        is_visible = values_differ(one, two)
+        differs = is_visible & (name in (*LAGS, "learning_rate"))
         if differs.any():
             first = int(np.argmax(differs))
             yield RunDifference(
                 kind="lag" if name in LAGS else "series", name=name, step=int(steps[first]), a=float(one[first]),
                 b=float(two[first]), values={} if name in LAGS else {"num_steps": int(differs.sum())},
             )  # fmt: skip
-        elif (found := _apart(a[name], steps, one, two)) is not None:
+        elif is_visible.any() and (found := _apart(a[name], steps, one, two) or _peaks_apart(a[name], steps, one, two)):
             yield found
         else:
             within.append(name)
@@ -80,13 +84,32 @@ def _apart(series: Series, steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> R
     for low, end in pairwise([0, *cuts, len(since)]):
         start = low + _onset(gap_n[low:end])
         if end - start >= FEWEST and (size := _beyond(gap_n[start:end], gap_n[low:end])) is not None:
-            inside = slice(first + start, first + end)
-            return RunDifference(
-                kind="series", name=series.name, step=int(since[start]), a=float(np.median(a[inside])),
-                b=float(np.median(b[inside])), size_in_sd=None if math.isinf(size) else size,
-                values={"num_steps": end - start},
-            )  # fmt: skip
+            return _levels(series, steps, (a, b), slice(first + start, first + end), "median", size)
     return None
+
+
+def _peaks_apart(series: Series, steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> RunDifference | None:
+    """Find where one run's mismatch peaks lie beyond all values of the other run, at least once every three steps."""
+    if series.kind != MISMATCH or series.scale != LOG or len(steps) < FEWEST_PEAKS:
+        return None
+    joint = replace(series, values=np.concatenate([a, b])).scaled
+    for low, high in np.array([[joint[: len(a)], joint[len(a) :]], [joint[len(a) :], joint[: len(a)]]]):
+        beyond = peaks(high) > low.max() + BEYOND_SD * robust_sd(np.diff(low)) / math.sqrt(2)
+        ends = np.flatnonzero(np.diff(beyond, prepend=False, append=False)).reshape(-1, 2)
+        for start, end in ends[np.diff(ends)[:, 0] >= FEWEST_PEAKS]:
+            return _levels(series, steps, (peaks(a), peaks(b)), slice(start, end), "median peak")
+    return None
+
+
+def _levels(
+    series: Series, steps: np.ndarray, of_runs: tuple[np.ndarray, np.ndarray], inside: slice, statistic: str, size: float = math.inf
+) -> RunDifference:  # fmt: skip
+    one, two = (float(np.median(values[inside])) for values in of_runs)
+    return RunDifference(
+        kind="series", name=series.name, step=int(steps[inside][0]), a=one, b=two,
+        size_in_sd=None if math.isinf(size) else size,
+        values={"num_steps": len(steps[inside]), "statistic": statistic},
+    )  # fmt: skip
 
 
 def _onset(gap_n: np.ndarray) -> int:
@@ -122,7 +145,7 @@ def sequence_differences(a: Rollouts, b: Rollouts) -> Iterator[RunDifference]:
     found = row_differences(a, b)
     pairs = found.pairs
     yield from _prompts(a, b, found)
-    yield from _responses(found)
+    yield from _unequal("responses", "", found.step_K, pairs.equal)
     for kind, name, differs_K, fair_K in (
         ("rewards", "reward", found.rewards_K, pairs.equal),
         ("advantages", "advantage", found.advantages_K, found.is_alike_K),
@@ -143,14 +166,13 @@ def _prompts(a: Rollouts, b: Rollouts, found: RowDifferences) -> Iterator[RunDif
         )  # fmt: skip
 
 
-def _responses(found: RowDifferences) -> Iterator[RunDifference]:
-    equal = found.pairs.equal
-    if not equal.all():
-        first = int(found.step_K[~equal].min())
-        at_first = found.step_K == first
-        text = f"{int((equal & at_first).sum())} of {int(at_first.sum())} equal"
-        values = {"share": float((~equal).mean()), "num_pairs": len(equal)}
-        yield RunDifference(kind="responses", name="", step=first, a=text, b=text, values=values)
+def _unequal(kind: str, name: str, step_K: np.ndarray, equal_K: np.ndarray) -> Iterator[RunDifference]:
+    if not equal_K.all():
+        first = int(step_K[~equal_K].min())
+        at_first = step_K == first
+        text = f"{int((equal_K & at_first).sum())} of {int(at_first.sum())} equal"
+        values = {"share": float((~equal_K).mean()), "num_pairs": len(equal_K)}
+        yield RunDifference(kind=kind, name=name, step=first, a=text, b=text, values=values)
 
 
 def _first(
@@ -194,16 +216,29 @@ class _PassDifference:
             self.largest, self.largest_step = float(size[place]), int(step_T[place])
 
 
-def logprob_differences(
-    a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]
-) -> Iterator[RunDifference]:
-    """Yield each pass's first and largest logprob difference. Responses are compared until they diverge."""
+COLUMNS = {
+    "response_mask": "hash(coalesce(response_mask, list_resize([]::BOOLEAN[], num_response_tokens, true)))::DOUBLE",
+    "finish_reason": "CASE WHEN finish_reason IS NOT NULL THEN hash(finish_reason)::DOUBLE END",
+}
+
+
+def token_differences(a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]) -> Iterator[RunDifference]:
+    """Yield each of COLUMNS that differs between identical responses, and each pass's first and largest logprob
+    difference. Logprobs are compared until the responses diverge."""
     found = {name: _PassDifference() for name in passes}
     tokens, wanted = tokens_by_step(a), set(steps)
+    columns = "".join(f", {value} AS {name}" for name, value in COLUMNS.items())
+    equal: list[np.ndarray] = []
     for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):
-        prefixes = read_prefixes(a, b, chunk, passes)
+        prefixes = read_prefixes(a, b, chunk, passes, columns)
+        sides = [{name: array_of(rows[name]) for name in COLUMNS} for rows in (prefixes.a, prefixes.b)]
+        is_equal = [~(np.abs(sides[0][name] - sides[1][name]) > 0) for name in COLUMNS]
+        equal.append(np.stack([array_of(prefixes.a["step"]), *is_equal])[:, prefixes.equal_K])
         for name, of_pass in found.items():
             of_pass.add(array_of(prefixes.a["step"]), *prefixes.logprobs(name))
+    step_K, *of_columns = np.concatenate(equal, axis=1)
+    for name, equal_K in zip(COLUMNS, of_columns, strict=True):
+        yield from _unequal("columns", name, step_K, equal_K > 0)
     for name, of_pass in found.items():
         if of_pass.step is not None:
             yield RunDifference(

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..rows import MAIN_COLUMNS, Form, Rows, of_steps, shown, to_text, wrapped
+from ...schemas.errors import ColumnsLeftOut, warn
+from ..rows import MAIN_COLUMNS, Form, Rows, counted, of_steps, shown, to_text, wrapped
 from ..statement import Measured, sentences
 from .comparison import Comparison, RunDifference
+from .series import FEWEST
 
 FIRST: Mapping[str, str] = {
     "steps": "step {step} has sequences in one run only",
@@ -13,13 +15,14 @@ FIRST: Mapping[str, str] = {
     "contract": "{name} is {a} in A and {b} in B",
     "prompts": "the prompts differ ({a} in A, {b} in B, {num_shared} shared)",
     "responses": "identical prompts get different responses ({a})",
+    "columns": "identical responses have different values of {name} ({a}; {share:.1%} of {num_pairs:,} pairs differ)",
     "logprobs": "{name} gives identical tokens different logprobs ({a} in A, {b} in B; largest difference "
     "{largest:.3g} nats, at "
     "step {largest_step})",
     "rewards": "identical responses get different rewards ({a} in A, {b} in B; {share:.1%} of {num_pairs:,} pairs)",
     "advantages": "equal rewards give different advantages ({a} in A, {b} in B; {share:.1%} of {num_pairs:,} pairs)",
     "lag": "{name} is {a} in A and {b} in B",
-    "series": "{name} is {a} in A and {b} in B{size}",
+    "series": "{statistic}{name} is {a} in A and {b} in B{size}",
 }
 
 NOTES: Mapping[str, str] = {
@@ -28,14 +31,13 @@ NOTES: Mapping[str, str] = {
     "only_b": "series only in B: {series}",
 }
 
-_LONGEST = 13
-"""Maximum length of a text cell (characters) in a table with limited width."""
-_NAME = 24
+_LONGEST, _NAME = 15, 20
+"""Maximum length of a text cell, and of a name (characters), in a table with limited width."""
 
 
 def sentence(found: Comparison) -> str:
     if found.first is None:
-        return f"No difference in the data that both traces recorded, over {found.num_steps:,} steps."
+        return f"No difference in the data that both traces recorded, over {counted(found.num_steps, 'step')}."
     first = found.first
     more = len(found.differences) - 1
     others = "Nothing else differs." if not more else f"{more} more difference{'' if more == 1 else 's'} below."
@@ -48,8 +50,12 @@ def notes(found: Comparison) -> tuple[str, ...]:
 
 def _clause(one: RunDifference) -> str:
     values = {"name": one.name, "step": one.step, "a": _value(one.a), "b": _value(one.b)}
-    size = "" if one.size_in_sd is None else f", a difference of {one.size_in_sd:.3g} standard deviations"
-    return FIRST[one.kind].format(**{**one.values, **values, "size": size})
+    size, statistic = "", ""
+    if "statistic" in one.values:
+        statistic, size = f"the {one.values['statistic']} of ", f" over {counted(int(one.values['num_steps']), 'step')}"
+    if one.size_in_sd is not None:
+        size += f", a difference of {one.size_in_sd:.3g} standard deviations"
+    return FIRST[one.kind].format(**{**one.values, **values, "size": size, "statistic": statistic})
 
 
 def _value(value: Measured | None) -> str:
@@ -66,14 +72,27 @@ def comparison_text(found: Comparison, width: int | None = None) -> str:
         rows = comparison_rows(found).without(["detail"])
         if width is not None:
             longest = [_NAME if name == "name" else _LONGEST for name in rows.columns]
-            rows = Rows(rows.columns, [tuple(map(_cut, row, longest)) for row in rows.rows])
+            cut = [tuple(map(_cut, row, longest)) for row in rows.rows]
+            if cut != rows.rows:
+                warn("long values truncated", ColumnsLeftOut)
+            rows = Rows(rows.columns, cut)
         parts.append(to_text(rows, width, MAIN_COLUMNS["compare"]))
     if found.same:
         parts.append(wrapped(f"Bitwise equal at every step: {', '.join(found.same)}.", "", width))
     if found.within_scatter:
-        parts.append(wrapped(f"Equal within noise: {', '.join(found.within_scatter)}.", "", width))
+        judged = (
+            "Equal within noise" if found.num_steps >= FEWEST else "Different, but too few steps to tell from noise"
+        )
+        parts.append(wrapped(f"{judged}: {', '.join(found.within_scatter)}.", "", width))
     parts += [wrapped(f"note: {note}", "", width) for note in notes(found)]
     return "\n\n".join(parts)
+
+
+def _cut(cell: object, longest: int) -> object:
+    if not isinstance(cell, str) or len(cell) <= longest:
+        return cell
+    half = (longest - 3) // 2
+    return f"{cell[: longest - 3 - half]}...{cell[-half:]}"
 
 
 def comparison_rows(found: Comparison) -> Rows:
@@ -87,15 +106,6 @@ def comparison_rows(found: Comparison) -> Rows:
             for one in found.differences
         ],
     )  # fmt: skip
-
-
-def _cut(cell: object, longest: int) -> object:
-    if isinstance(cell, float):
-        return float(f"{cell:.4g}")
-    if not isinstance(cell, str) or len(cell) <= longest:
-        return cell
-    half = (longest - 3) // 2
-    return f"{cell[: longest - 3 - half]}...{cell[-half:]}"
 
 
 COMPARISON_FORM: Form = {Comparison: {"sentence": sentence, "notes": notes}, RunDifference: {"sentence": _clause}}

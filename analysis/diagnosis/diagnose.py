@@ -13,8 +13,9 @@ import numpy as np
 from ...replay.arm_option import VLLM
 from ...replay.arms import arm_text, parse_arm
 from ...schemas.documents import Contract
+from ...schemas.errors import NothingToCompare
 from ...schemas.modules import has_experts
-from ...schemas.passes import REPLAY_PREFIX
+from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
@@ -23,8 +24,9 @@ from ..alarms.reading import read_alarms
 from ..attribution.attribute import RECORD, explain
 from ..attribution.attribution import Attribution
 from ..check import commands
-from ..check.check import CheckResult, gather, judge
+from ..check.check import CheckResult, gather, judge, unpaired
 from ..check.data_checks import data_findings
+from ..check.faults import FAULTS
 from ..check.pair_data import PairData, Precision, dtype_of, precisions
 from ..facts.changes import known_run
 from ..facts.conditions import SETTING
@@ -43,6 +45,7 @@ from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison, data_faults
 from .figures import FIGURES
+from .text import cause_text, version_text
 
 _CONFIDENCE = 0.95
 
@@ -125,7 +128,12 @@ def diagnose(
         return _of_scalars(database, names, opened_control, progress)
     with database.telling(progress):
         more = () if database.sums.covers(names) else (SUM_EXP_ABS_D,)
-        data = gather(database, names, trace=database.given[0], sums=(*COUNTS, *OF_DIFFERENCES, *more))
+        try:
+            data = gather(database, names, trace=database.given[0], sums=(*COUNTS, *OF_DIFFERENCES, *more))
+        except NothingToCompare:
+            if names != (TRAIN, ROLLOUT) or (checked := unpaired(database, database.given[0])) is None:
+                raise
+            return _of_scalars(database, names, opened_control, progress, checked)
     checked = judge(data, pair, data_findings(database, data.sample))
     a, b = sides = precisions(data)
     metrics = own_metrics(data)
@@ -139,6 +147,9 @@ def diagnose(
         jumps = _jumps(database, names)
         found = newest(database)
     located = None if found is None else replace(found.location, operators=())
+    causes = (cause_text(each) for each in replays if each.code == "settles")
+    if (cause := next(causes, "").partition(": ")[0]) and checked.findings[0].cause == FAULTS["weights_differ"]:
+        checked = replace(checked, findings=(replace(checked.findings[0], cause=cause), *checked.findings[1:]))
     size = size_comparison(checked.findings[0].code, metrics.get("rms_d", math.nan), figures, coarser)
     return Diagnosis(
         checked=checked, attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
@@ -151,7 +162,10 @@ def diagnose(
     )  # fmt: skip
 
 
-def _of_scalars(database: Database, pair: Pair, control: Database | None, progress: Progress) -> Diagnosis:
+def _of_scalars(
+    database: Database, pair: Pair, control: Database | None, progress: Progress, checked: CheckResult | None = None
+) -> Diagnosis:
+    """Diagnose a run of which no two passes can be compared. `checked` has the faults of its rewards and data."""
     attribution = explain(database, pair, control=control, progress=progress)
     series, averages = read_series(database, pair=pair), read_averages(database)
     known = {name: figure(name, series, averages) for name in _LOGGED}
@@ -161,7 +175,7 @@ def _of_scalars(database: Database, pair: Pair, control: Database | None, progre
         metrics["rms_d"] = math.sqrt(2 * max(half_square, 0.0))
     figures = tuple(replace(each, fits=True) for each in _figures(metrics, None))
     return Diagnosis(
-        checked=None, attribution=attribution, jumps=_jumps(database, pair), metrics=metrics, figures=figures, replays=(),
+        checked=checked, attribution=attribution, jumps=_jumps(database, pair), metrics=metrics, figures=figures, replays=(),
         numerics=Numerics(passes=pair, declared=(None, None), logits=(None, None), values=(None, None)),
         size=SizeComparison(code="unpublished", own=metrics.get("rms_d", math.nan), coarser=None),
         alarms=read_alarms(database, pair),
@@ -231,9 +245,12 @@ def _next(
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
-    if any(replay.code == "settles" for replay in replays):
-        return where
+    if settling := [cause_text(replay) for replay in replays if replay.code == "settles"]:
+        return where if checked.is_valid or not settling[0] else (Advice(remark=settling[0]), *where)
     found = [each for each in (*(f.next for f in checked.findings), *(f.next for f in data_faults(checked))) if each]
+    version = checked.findings[0].numbers.get("older_version")
+    if version is not None and (shown := [text for each in replays if (text := version_text(each, version))]):
+        found = [Advice(remark=shown[0]), *found[1:]]
     if not data.has_weights:
         supply = commands.supply(data, "this trace has no weights for a replay")
         is_needed = not checked.is_valid and all(each.command != supply.command for each in found)

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ...replay.arms import parse_arm
+from ...schemas.passes import ROLLOUT
 from ..alarms.reading import AlarmReadings
 from ..alarms.text import ALARM_FORM, alarm_sentence, fired
 from ..attribution.attribution import MIN_PROBABILITY_OF_SUSPECT, Attribution, Evidence, SupposedCause, Suspect
@@ -16,8 +18,9 @@ from ..attribution.text import (
     unsure_clause,
 )
 from ..check.check import CheckResult
-from ..check.finding import Finding
-from ..check.text import CHECKED_FORM, checked_text
+from ..check.faults import evidence_text
+from ..check.finding import Finding, Number
+from ..check.text import CHECKED_FORM, checked_text, data_text
 from ..facts.changes import MIN_VALUES
 from ..facts.recorded import RecordedChange, change_sentence, interval_text
 from ..facts.series import FLAT, Fall
@@ -40,6 +43,15 @@ def story(found: Diagnosis) -> str:
     return story_of_run(found.attribution, found.checked, found.jumps)
 
 
+def checked_story(found: Diagnosis) -> str:
+    """Return the headline, and the evidence of what `check` finds wrong."""
+    checked = found.checked
+    faults = [] if checked is None else [
+        *(f"{each.title}: {evidence_text(each)}" for each in checked.findings if each.fails), *map(data_text, data_faults(checked)),
+    ]  # fmt: skip
+    return "\n".join([story(found), *(f"check finds {each}" for each in faults)])
+
+
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
     """Return a run's headline. `checked` is None if the trace has fewer than two passes."""
     fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
@@ -56,7 +68,9 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         calm += later_clause(attribution.later)
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
         valid = "no pair of passes to compare"
-        if checked is not None and not checked.is_valid:
+        if checked is not None and not checked.is_compared:
+            valid = ", but ".join([valid, *_data_faults(checked)[:1]])
+        elif checked is not None and not checked.is_valid:
             valid = f"the comparison is not valid: {checked.findings[0].title}"
         elif checked is not None and checked.has_few_tokens:
             valid = f"the comparison cannot be checked: {_few(checked)}"
@@ -76,7 +90,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         lead, apart = causes[0], fall.step - causes[0].step
         before = f"{apart} {'step' if apart == 1 else 'steps'} before"
         sentence = f"{change_sentence(lead)}, {before if apart > 0 else 'as'} {down}."
-        if fall.kind == FLAT or apart < 0:
+        if fall.kind == FLAT or apart < -1:  # the drop begins after fall.step
             sentence = f"{down}; {change_sentence(lead)}."
     return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution, checked)}"
 
@@ -110,7 +124,9 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         first = found.checked.findings[0]
         expected = ", as expected from the recorded settings" if first.is_declared else ""
         validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{expected}"
-        if found.checked.has_few_tokens:
+        if not found.checked.is_compared:
+            validity = f"cannot tell: {evidence_text(first)}"
+        elif found.checked.has_few_tokens:
             validity = f"cannot tell: {_few(found.checked)}"
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     why = where = note = ""
@@ -183,7 +199,7 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
 
 
 def normal_text(found: Diagnosis) -> str:
-    if found.checked is None:
+    if found.checked is None or not found.checked.is_compared:
         means = ", ".join(f"{name} {value:.3g}" for name, value in found.metrics.items() if name != "rms_d")
         return (
             f"Logged averages: {means}. {_NO_DTYPE[0].upper()}{_NO_DTYPE[1:]}." if means else "No mismatch was logged."
@@ -210,7 +226,7 @@ def broken_text(broken: BrokenSide) -> str:
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
     """Describe the mismatch and, if the comparison is valid, say whether it is normal."""
     if not is_valid:
-        own = f"the mismatch is {size.own:.3g} nats rms"
+        own = f"the mismatch is {size.own:.3g} nats rms over the whole run"
         own = "no token has a finite logprob in both passes" if math.isnan(size.own) else own
         return f"cannot tell until the fault is fixed; {own}"
     sentence = _size_sentence(size)
@@ -232,10 +248,35 @@ def _size_sentence(size: SizeComparison) -> str:
     return f"The mismatch of {size.own:.3g} nats rms is {size.code} the published range for {dtype} ({size.low:g} to {size.high:g})"
 
 
+_CAUSES = {
+    "weights_version": "{b} has the weights of version {value}: fix the weight sync",
+    "quantize": "{b} has weights quantised to {value}: send unquantised weights, or correct for the mismatch",
+    "adapter": "{b} has the adapter {value}: treat the adapter the same way on both sides",
+    "temperature": "{b}'s logprobs are at temperature {value}: compute both sides' logprobs at one temperature",
+}
+
+
+def cause_text(effect: ReplayEffect) -> str:
+    """Return the cause that a replay without mismatch shows, and its fix. Empty if the change tells neither."""
+    changes = parse_arm(effect.changes).changes if effect.changes else {}
+    b = "the engine" if effect.pair[1] == ROLLOUT else effect.pair[1]
+    return next((text.format(b=b, value=changes[name]) for name, text in _CAUSES.items() if name in changes), "")
+
+
+def version_text(effect: ReplayEffect, version: Number) -> str:
+    """Return what a replay with the older recorded policy `version` shows of a lag without mismatch, or an empty string."""
+    if not effect.changes or parse_arm(effect.changes).changes.get("weights_version") != version:
+        return ""
+    if effect.code == "adds":
+        return f"{effect.pair[1]} does not have the weights of version {version}: correct the recorded policy versions"
+    return f"an update changes the logprobs by less than rounding: version {version} gives the same mismatch"
+
+
 def effect_text(effect: ReplayEffect) -> str:
     a, b = effect.pair
+    cause = cause_text(effect).partition(": ")[0] or "this setting causes the mismatch"
     return {
-        "settles": f"with {effect.arm}, {a} agrees with {b}: this setting causes the mismatch",
+        "settles": f"with {effect.arm}, {a} agrees with {b}: {cause}",
         "repeats": f"{effect.arm} reproduces {b}: {b}'s engine computes the same values from the same weights and tokens",
         "part": f"{effect.arm} accounts for part of the mismatch",
         "nothing": f"{effect.arm} has no effect on the mismatch",

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,13 +11,13 @@ from ...schemas.errors import NothingToCompare, option
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
-from ..facts.changes import FEWEST, ChangePoint, known_run, read_changes, read_fall
+from ..facts.changes import FEWEST, ChangePoint, change_points, known_run, read_changes, read_fall
 from ..facts.read_series import read_series
-from ..facts.series import Fall, Series
+from ..facts.series import LINEAR, LOG, MISMATCH, Fall, Series
 from ..statement import Statement
 from ..statistics.intervals import student_quantile
-from ..statistics.location import SHIFT
-from ..statistics.noise import highest_long_run_variance
+from ..statistics.location import RAMP
+from ..statistics.noise import highest_long_run_variance, peaks, robust_sd
 from ..trace.columns import parse_pair, tell_sampled
 from ..trace.database import Database
 from ..views import open_database
@@ -52,12 +52,12 @@ def dynamics(
             raise NothingToCompare(f"{source.run}{problem}")
         axis = next(iter(series.values())).steps
         known, later = known_run(database, names)
-        changes_of = {
-            name: tuple(change for change in changes if change.low <= axis[-1] and change.high >= axis[0])
-            for name, changes in read_changes(known, names).items()
-        }
         fall = read_fall(known, names)
         known_series = read_series(known, pair=names)
+        changes_of = {
+            name: tuple(c for c in changes or peaks_of(known_series[name]) if c.low <= axis[-1] and c.high >= axis[0])
+            for name, changes in read_changes(known, names).items()
+        }
     onsets = onsets_of(changes_of, {name: one.kind for name, one in known_series.items()})
     growth = growths(series.get("k3"), changes_of.get("k3", ()))
     num_known = len(next(iter(known_series.values())).steps)
@@ -73,6 +73,18 @@ LEAST_SD = 2.0
 """Minimum size of a series' first change, relative to the scatter. Smaller changes are skipped."""
 
 _PLANNED = "learning_rate"
+
+PEAKS, PEAKS_SD = "peaks", 5.0
+"""Minimum change of peaks, relative to the scatter before. The false-positive rate in pure noise is 0.01 or less."""
+
+
+def peaks_of(series: Series) -> Iterator[ChangePoint]:
+    """Yield the changes of a mismatch that only some steps have, such as an engine that is stale at every other step."""
+    if series.kind == MISMATCH and series.scale == LOG:
+        steps, logs = series.steps[series.known], series.scaled[series.known]
+        for change in change_points(Series(series.name, steps, peaks(logs), LINEAR, series.kind)):
+            if abs(change.after - change.before) > PEAKS_SD * robust_sd(logs[steps < change.step]):
+                yield replace(change, kind=PEAKS, before=math.exp(change.before), after=math.exp(change.after))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +197,7 @@ def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Gro
         return ()
     there = k3.known & (k3.values > 0)
     steps, logs = k3.steps[there], np.log(k3.values[there])
-    jumps = [change.high for change in changes if change.kind == SHIFT]
+    jumps = [change.high for change in changes if change.kind != RAMP]
     last = max(len(steps) - len(steps) // 3, int(np.searchsorted(steps, max(jumps, default=-1), side="right")))
     parts = [("last third", steps[last:], logs[last:])]
     if not jumps:

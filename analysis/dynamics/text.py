@@ -7,7 +7,7 @@ from ..facts.recorded import interval_text
 from ..rows import MAIN_COLUMNS, Form, Rows, shown, to_text, wrapped
 from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
-from .dynamics import Dynamics, FirstChange
+from .dynamics import PEAKS, Dynamics, FirstChange
 
 _MOST_NAMED = 3
 
@@ -16,9 +16,9 @@ SUMMARY: Mapping[str, str] = {
     "no_change": "No series changed by {min_sd:g} or more standard deviations. Each is flat or follows a straight line.",
     "moved_first": "{onset} changed first{followers}.",
     "first_undecided": "Could not determine which series changed first: {onsets}.",
-    "fall": "{outcome} {verb} from {before:.3g} to {after:.3g}, starting at step {step}{interval}. Find the cause with "
+    "fall": "{outcome} {verb} from {before:.3g} to {after:.3g} after step {step}{interval}. Find the cause with "
     "tim-trace attribute {trace}.",
-    "later": "After the selected steps, {outcome} {verb} starting at step {step}.",
+    "later": "After the selected steps, {outcome} {verb} after step {step}.",
     "planned_change": "The {name} (a setting, not a measurement) changes at step {steps}.",
     "k3_doubles": "In the last third of the run, k3 doubles every {steps:.3g} steps.",
     "k3_halves": "In the last third of the run, k3 halves every {steps:.3g} steps.",
@@ -69,7 +69,8 @@ def onset_text(onset: FirstChange) -> str:
     change = onset.change
     span = f", 95% CI {change.low}-{change.high}" if change.low < change.high else ""
     how = ("rises", "drops") if change.kind != RAMP else ("starts to rise", "starts to drop")
-    return f"{onset.name} ({how[change.after < change.before]} at step {change.step}{span}; {change.before:.3g} to {change.after:.3g})"
+    name = f"{onset.name} at some steps" if change.kind == PEAKS else onset.name
+    return f"{name} ({how[change.after < change.before]} at step {change.step}{span}; {change.before:.3g} to {change.after:.3g})"
 
 
 def dynamics_text(found: Dynamics, width: int | None = None) -> str:

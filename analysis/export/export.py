@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from ...schemas.errors import InvalidOption
 from ...schemas.layout import HYPERPARAMETER, METRICS, SEQUENCES
-from ...schemas.passes import CURRENT, ROLLOUT, TRAIN, standard_first
+from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN, standard_first
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...schemas.tables import SEQUENCES_TABLE
@@ -53,7 +53,8 @@ def export_run(
     """Write a run's sequences or per-step metrics in another tool's format.
 
     - `to="parquet"`: `sequences` has one row per sequence, with token ids, mask, rewards, advantages, sampling
-      settings, every pass's logprobs (`PASS_logprobs`, nats; for `current`, those of the first iteration) and `d`: logprob(a) -
+      settings, every pass's logprobs and policy version (`PASS_logprobs`, nats, and `PASS_policy_version`; for
+      `current`, those of the first iteration) and `d`: logprob(a) -
       logprob(b) in `pair` for every response token, NULL if either logprob is NULL. `metrics` has the logged values.
       `import parquet` reads both files back.
     - `to="tensorboard"` or `"wandb"`: all `pair_steps` columns as `a-b/NAME`, and every logged number under its
@@ -66,7 +67,9 @@ def export_run(
     NewerTrace or DamagedTrace.
     """
     if to not in FORMATS:
-        raise InvalidOption(f"got {to!r}; use {', '.join(FORMATS)}", option="to")
+        raise InvalidOption(
+            f"got {to!r}; use {', '.join(FORMATS)}; for CSV, tim-trace sql RUN QUERY --csv", option="to"
+        )
     names, folder = parse_pair(pair), local(output)
     files = {
         PARQUET: (f"{SEQUENCES}.parquet", f"{METRICS}.parquet"),
@@ -234,6 +237,7 @@ def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
     columns = [f"s.{name}" for name in _COLUMNS]
     columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]
     entropies = [f"{passes[name]}.entropy" for name in (TRAIN, CURRENT, ROLLOUT) if name in passes]
+    columns += [f'{passes[name]}.policy_version AS "{name}_policy_version"' for name in STANDARD if name in passes]
     columns.append(f"coalesce({', '.join([*entropies, 'NULL::FLOAT[]'])}) AS entropy")
     d = "NULL::DOUBLE[]"
     if set(pair) <= set(passes):
@@ -243,7 +247,7 @@ def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
             f"THEN list_transform(list_zip({a}, {b}), lambda x: x[1]::DOUBLE - x[2]::DOUBLE) END"
         )
     joins = "".join(
-        f" LEFT JOIN (SELECT step, seq_id, logprobs, entropy FROM scores WHERE {within} AND iteration = 0 "
+        f" LEFT JOIN (SELECT step, seq_id, logprobs, entropy, policy_version FROM scores WHERE {within} AND iteration = 0 "
         f'AND "pass" = {quoted(name)}) AS {table} ON {table}.step = s.step AND {table}.seq_id = s.seq_id'
         for name, table in passes.items()
     )

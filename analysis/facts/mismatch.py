@@ -8,58 +8,52 @@ from itertools import chain
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from ...tracer.arrow_arrays import number_array
 from ..statement import Measured
 from ..statistics.estimators import Array
 from ..trace.columns import OptionalColumns, sequence_columns
 from ..trace.database import Database
 from ..trace.macros import quoted_pair
 from ..trace.pair_sums import BATCH_ROWS, Sizes, finite, pair_sums, sizes_of
+from ..trace.quantiles import SHARES, Histogram, quantile_cont, quantiles
 from ..trace.ragged import array_of
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, step_ranges, token_query, tokens_by_step, tokens_of_rows
 from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, Rollouts
-from .series import Fall, Series, by_step, columns_of
+from .series import Fall, Series, columns_of
 
-_KEPT = """
-SELECT step, sum(num_tokens) AS n, sum_in_order(sum_d, seq_id) / n AS mean_d, sum_in_order(sum_abs_d, seq_id) / n AS mean_abs_d,
-       sum_in_order(sum_k3, seq_id) / n AS k3, max(max_abs_d) AS max_abs_d,
-       sum_in_order(sum_weight * exp(peak_d - top_d), seq_id) ** 2
-           / (n * sum_in_order(sum_weight2 * exp(2 * (peak_d - top_d)), seq_id)) AS ess,
-       sum_in_order(CASE WHEN advantage > 0 THEN sum_k3 END, seq_id) / nullif(sum(num_tokens) FILTER (advantage > 0), 0) AS k3_positive,
-       sum_in_order(CASE WHEN advantage < 0 THEN sum_k3 END, seq_id) / nullif(sum(num_tokens) FILTER (advantage < 0), 0) AS k3_negative,
-       any_value(p99_abs_d) AS p99_abs_d
-FROM (SELECT *, max(peak_d) OVER (PARTITION BY run, step) AS top_d FROM pair_sums({pair})) AS kept
-LEFT JOIN (SELECT run, step, seq_id, advantage FROM sequences) USING (run, step, seq_id)
-LEFT JOIN step_cuts({pair}) USING (run, step)
-GROUP BY step ORDER BY step
+_SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "sum_weight", "sum_weight2")
+_SIGNED = ("num_tokens", "sum_k3")
+_SIGNS = {"positive": 1, "negative": -1}
+_KEPT = f"""
+SELECT step, seq_id, {", ".join(_SUMS)}, advantage
+FROM pair_sums({{pair}}) LEFT JOIN (SELECT run, step, seq_id, advantage FROM sequences) USING (run, step, seq_id)
 """
+_CUTS = "SELECT step, p99_abs_d FROM step_cuts({pair})"
 
 
-def read_step_mismatch(database: Database, pair: Pair) -> tuple[list[Series], list[Series]]:
-    """Return the mismatch, and the entropy (nats) estimated as pass a's mean -logprob: [] if it comes from stored sums."""
+def read_step_mismatch(database: Database, pair: Pair) -> list[Series]:
+    """Return the mismatch by step. Stored sums and tokens give the same bits."""
     has = sequence_columns(database)
     if database.sums.covers(pair) and not has.advantages and _used_once(database, pair):
-        rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)))
+        kept, cuts = (query.format(pair=quoted_pair(pair)) for query in (_KEPT, _CUTS))
+        table = database.connection.sql(kept).to_arrow_table()
+        rows = _by_step(table, dict(database.connection.execute(cuts).fetchall()))
     else:
         rows = _of_tokens(database, pair, has)
     names = f"{pair[0]} - {pair[1]}"
     sources = dict.fromkeys(("k3", "mean_abs_d", "p99_abs_d", "max_abs_d", "mean_d", "ess"), f"d = {names}, nats")
-    for sign in ("positive", "negative"):
+    for sign in _SIGNS:
         sources[f"k3_{sign}"] = f"d = {names}, nats, tokens with a {sign} advantage"
-    estimate = columns_of(rows, {"entropy": f"estimated as the mean -logprob in {pair[0]}, nats"})
-    return columns_of(rows, sources), estimate
-
-
-_SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "sum_weight", "sum_weight2")
-_SIGNED = ("num_tokens", "sum_k3")
+    return columns_of(rows, sources)
 
 
 @dataclass(frozen=True, slots=True)
 class _StepBatch:
-    step_N: np.ndarray
-    sums: dict[str, Array]
+    sums: pa.Table
     sizes: Sizes
     num_read: int
     """Number of tokens read, including those excluded from the sums."""
@@ -72,36 +66,46 @@ def _of_tokens(database: Database, pair: Pair, has: OptionalColumns) -> dict[str
     parts = []
     with database.progress("reading tokens by step", sum(num_tokens.values())) as advance:
         for steps in step_ranges(num_tokens) or [range(0)]:
-            query = token_query(passes, ["a.run", "a.step"], run=run, steps=steps, lists=lists)
+            query = token_query(passes, ["a.run", "a.step", "a.seq_id"], run=run, steps=steps, lists=lists)
             batches = []
             for batch in database.connection.mapped_batches(query, _of_batch, BATCH_ROWS):
                 advance(batch.num_read)
                 batches.append(batch)
-            parts.append(_by_step(batches))
+            sizes: dict[int, list[Array]] = {}
+            for _, step, part in chain.from_iterable(batch.sizes for batch in batches):
+                sizes.setdefault(step, []).append(part)
+            cuts = {step: _p99(np.concatenate(found)) for step, found in sizes.items()}
+            parts.append(_by_step(pa.concat_tables([batch.sums for batch in batches]), cuts))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _p99(abs_d_T: Array) -> float | None:
+    return quantiles([abs_d_T], Histogram.of(abs_d_T), quantile_cont)[SHARES.index(0.99)]
 
 
 def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
     tokens = tokens_of_rows(rows, ("a", "b"))
     kept = finite(tokens)
     sums = pair_sums(kept, _SUMS)
-    sequence_T = np.repeat(np.arange(len(tokens.lengths_N)), kept.num_tokens_N)
-    sums["sum_a"] = np.bincount(sequence_T, kept.a_T, minlength=len(tokens.lengths_N))
-    for name, sign in (("positive", 1), ("negative", -1)):
-        signed: Mapping[str, Array] = {}
+    for name, sign in _SIGNS.items():
         if tokens.advantage_T is not None:
             signed = pair_sums(finite(tokens.where(sign * tokens.advantage_T > 0)), _SIGNED)
-        elif tokens.advantage_N is not None:
-            signed = {column: np.where(sign * tokens.advantage_N > 0, sums[column], 0) for column in _SIGNED}
-        sums |= {f"{column}_{name}": values for column, values in signed.items()}
-    return _StepBatch(array_of(rows.column("step")), sums, sizes_of(rows, kept), int(tokens.lengths_N.sum()))
+            sums |= {f"{column}_{name}": values for column, values in signed.items()}
+    if tokens.advantage_N is not None:
+        sums["advantage"] = tokens.advantage_N
+    keys = {name: rows.column(name) for name in ("step", "seq_id")}
+    return _StepBatch(pa.table(keys | sums), sizes_of(rows, kept), int(tokens.lengths_N.sum()))
 
 
-def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
-    sums = {name: np.concatenate([batch.sums[name] for batch in batches]) for name in batches[0].sums}
-    full_N = sums["num_tokens"] > 0
-    steps, place_N = np.unique(np.concatenate([batch.step_N for batch in batches])[full_N], return_inverse=True)
-    sums = {name: values[full_N] for name, values in sums.items()}
+def _by_step(table: pa.Table, p99: Mapping[int, float | None]) -> dict[str, np.ndarray]:
+    table = table.take(number_array(np.flatnonzero(array_of(table["num_tokens"]) > 0), pa.int64()))
+    table = table.take(pc.sort_indices(table, [("step", "ascending"), ("seq_id", "ascending")]))
+    sums = {name: array_of(table[name]) for name in table.column_names if name != "seq_id"}
+    steps, place_N = np.unique(sums["step"], return_inverse=True)
+    if "advantage" in sums:
+        for name, sign in _SIGNS.items():
+            is_signed = sign * sums["advantage"] > 0
+            sums |= {f"{column}_{name}": np.where(is_signed, sums[column], 0) for column in _SIGNED}
 
     def total(values_N: Array) -> Array:
         return np.bincount(place_N, values_N, minlength=len(steps)).astype(np.float64)
@@ -112,20 +116,15 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
         return found
 
     n = total(sums["num_tokens"])
-    sizes: dict[int, list[Array]] = {}
-    for _, step, part in chain.from_iterable(batch.sizes for batch in batches):
-        sizes.setdefault(step, []).append(part)
-    p99 = [np.quantile(np.concatenate(sizes[step]), 0.99, overwrite_input=True) for step in steps.tolist()]
     scale_N = np.exp(sums["peak_d"] - largest(sums["peak_d"])[place_N])
     rows = {
         "step": steps, "mean_d": total(sums["sum_d"]) / n, "mean_abs_d": total(sums["sum_abs_d"]) / n,
         "k3": total(sums["sum_k3"]) / n, "max_abs_d": largest(sums["max_abs_d"]),
         "ess": total(sums["sum_weight"] * scale_N) ** 2 / (n * total(sums["sum_weight2"] * scale_N**2)),
-        "p99_abs_d": np.array(p99),
-        "entropy": -total(sums["sum_a"]) / n,
+        "p99_abs_d": np.array([p99[step] for step in steps.tolist()], np.float64),
     }  # fmt: skip
     with np.errstate(invalid="ignore"):
-        for name in ("positive", "negative"):
+        for name in _SIGNS:
             if f"sum_k3_{name}" in sums:
                 rows[f"k3_{name}"] = total(sums[f"sum_k3_{name}"]) / total(sums[f"num_tokens_{name}"])
     return rows
@@ -137,48 +136,21 @@ def _used_once(database: Database, pair: Pair) -> bool:
 
 
 _WIDTH = 3
-FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "later"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunMismatch:
-    size: float
-    """Mean |d| at the onset of the drop: the median over the preceding tenth of the run or, if larger, the largest
-    median of three steps around the onset. Without a drop, the median over the run."""
-    first: float
-    """Mean |d| at the first step, which precedes all updates if recording began with the run."""
-    settled: float
-    late: float
-
-    @property
-    def begins(self) -> str:
-        """Onset of the mismatch: `from the start`, `with the first updates` (the weights are identical until then), or
-        `later`."""
-        reference = max(self.settled, self.size)
-        if self.first > t.AT_ONCE * reference:
-            return FROM_START
-        return FROM_UPDATES if self.settled > t.AT_ONCE * self.size else LATER
-
-    @property
-    def grows(self) -> bool:
-        return self.late > t.GROWTH * self.settled
-
-
-def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMismatch | None:
+def read_mismatch_size(series: Mapping[str, Series], fall: Fall | None) -> float | None:
+    """Return mean |d| at the onset of the drop: the median over the preceding tenth of the run or, if larger, the
+    largest median of three steps around the onset. Without a drop, return the median over the run."""
     mean_abs_d = series.get("mean_abs_d")
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
     steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
-    n, size = len(values), float(np.median(values))
-    if fall is not None:
-        width = max(n // 10, 3)
-        end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
-        first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
-        size = max(float(np.median(values[end - width : end])), _largest(steps, values, first, last))
-    settled = float(np.median(values[n // 10 : max(n // 2, n // 10 + 1)]))
-    return RunMismatch(
-        size=size, first=float(values[0]), settled=settled, late=float(np.median(values[-max(n // 4, 1) :]))
-    )
+    if fall is None:
+        return float(np.median(values))
+    width = max(len(values) // 10, 3)
+    end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
+    first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
+    return max(float(np.median(values[end - width : end])), _largest(steps, values, first, last))
 
 
 def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:
@@ -196,14 +168,11 @@ different one does not show that it still gets any."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""
-_SAME_LOGPROB = 1e-5
-"""Maximum logprob difference between an exact engine and its trainer under the same weights (nats)."""
 _NEAR = 1e-4
 """Tolerance when matching logprobs at a single step (nats), where chance matches are rare."""
 _NEARER = 10.0
 """An engine that rounds its logprobs matches an earlier trainer step if that step's logprob is this many times nearer
 than the trainer's current one."""
-_ASIDE = 3.0
 _MOST_HELD = 5_000_000
 _FEWEST_OF_VERSION = 20
 
@@ -247,11 +216,6 @@ def read_still_engine(rollouts: Rollouts, first: float) -> StillEngine | None:
 class EarlierWeights:
     """Engine logprobs that differ from the trainer's but may match an earlier trainer step for the same prefix."""
 
-    num_pairs: int
-    num_equal: int
-    """Number of prefixes whose engine logprob equals the trainer's at some earlier step."""
-    by_chance: int
-    """Matches expected by chance, measured by matching slightly shifted logprobs."""
     version: int
     """Best matching trainer step, or its distance in steps if `is_distance`. 0 if no step has enough prefixes."""
     is_distance: bool
@@ -260,19 +224,11 @@ class EarlierWeights:
 
     @property
     def values(self) -> dict[str, Measured]:
-        return {
-            "num_openings": self.num_pairs, "num_equal": self.num_equal, "by_chance": self.by_chance,
-            "version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing,
-        }  # fmt: skip
-
-    @property
-    def is_one(self) -> bool:
-        return self.agreement >= t.EARLIER_AGREES
+        return {"version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing}
 
     @property
     def explains(self) -> bool:
-        are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
-        return self.is_one or are_several
+        return self.agreement >= t.EARLIER_AGREES
 
 
 def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | None:
@@ -293,7 +249,6 @@ def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | N
     before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(since[rows], counts)
     apart = sampled[at] - trained[before]
     near = np.maximum(_NEAR, np.abs(sampled - trained)[at] / _NEARER)
-    equal, aside = np.abs(apart) <= _SAME_LOGPROB, np.abs(apart + _ASIDE * _SAME_LOGPROB) <= _SAME_LOGPROB
     version, is_distance, agreement, num = 0, False, 0.0, 0
     for of_distance, key in ((True, step[at] - step[before]), (False, step[before])):
         keys, place = np.unique(key, return_inverse=True)
@@ -306,10 +261,7 @@ def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | N
         best = int(np.where(is_old, off_by, np.inf).argmin() if is_old.any() else share.argmax())
         if share[best] > agreement:
             version, is_distance, agreement, num = int(keys[best]), of_distance, float(share[best]), int(total[best])
-    return EarlierWeights(
-        num_pairs=len(rows), num_equal=len(np.unique(at[equal])), by_chance=len(np.unique(at[aside])), version=version,
-        is_distance=is_distance, agreement=agreement, num_agreeing=num,
-    )  # fmt: skip
+    return EarlierWeights(version=version, is_distance=is_distance, agreement=agreement, num_agreeing=num)
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -21,14 +21,18 @@ from .mismatch import read_step_mismatch
 from .series import KINDS, SPARSE, Series, by_step, columns_of, is_evaluation, named
 
 _ENTROPY = """
-SELECT step, favg({value}) AS entropy
+SELECT step, sum_in_order(total, seq_id) / sum(n) AS entropy
 FROM (
-    SELECT s.step, unnest(p.{column})::DOUBLE AS x,
-           unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask
-    FROM sequences AS s JOIN scores AS p ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id
-    WHERE p."pass" = $name AND p.iteration = 0
+    SELECT step, seq_id, fsum({value}) AS total, count(*) AS n
+    FROM (
+        SELECT s.step, s.seq_id, unnest(p.{column})::DOUBLE AS x,
+               unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask
+        FROM sequences AS s JOIN scores AS p ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id
+        WHERE p."pass" = $name AND p.iteration = 0
+    )
+    WHERE isfinite(x) AND mask
+    GROUP BY step, seq_id
 )
-WHERE isfinite(x) AND mask
 GROUP BY step ORDER BY step
 """
 
@@ -66,9 +70,7 @@ def read_given(database: Database) -> Given:
     return frozenset((column, name) for column in columns for name in passes_with(database, column))
 
 
-def read_entropy(
-    database: Database, pass_a: str, metrics: list[Series], estimate: list[Series], given: Given
-) -> list[Series]:
+def read_entropy(database: Database, pass_a: str, metrics: list[Series], given: Given) -> list[Series]:
     """Read the token entropy by step, or estimate it from logprobs if the run recorded none (see `read_given`)."""
     for name in ("train", "current"):
         if ("entropy", name) in given:
@@ -76,8 +78,6 @@ def read_entropy(
             return columns_of(_mean(database, name, "entropy"), {"entropy": what})
     if any(column.name == "entropy" for column in metrics):
         return []
-    if estimate:
-        return estimate
     if not passes_with(database, "logprobs", of=[pass_a]):
         return []
     what = f"estimated as the mean -logprob in {pass_a}, nats"
@@ -159,9 +159,8 @@ def _read(database: Database, pair: Pair) -> dict[str, Series]:
 
 def read_rows(database: Database, pair: Pair, metrics: list[Series], given: Given) -> tuple[list[Series], list[Series]]:
     """Read the series of sequences and scores: those that replace logged `metrics`, and those that metrics replace."""
-    mismatch, estimate = read_step_mismatch(database, pair)
-    return [*mismatch, *read_sampled(database)], [
-        *read_entropy(database, pair[0], metrics, estimate, given),
+    return [*read_step_mismatch(database, pair), *read_sampled(database)], [
+        *read_entropy(database, pair[0], metrics, given),
         *read_lags(database, pair, given),
         *read_clipping(database),
     ]

@@ -163,13 +163,14 @@ def order_beside(change: RecordedChange | ChangePoint, fall: Fall) -> str:
 _FACTOR = 1.5
 
 
-def change_sentence(change: RecordedChange) -> str:
+def change_sentence(change: RecordedChange, *, is_drop: bool = False) -> str:
+    """Describe a change. The step of the drop itself (`is_drop`) is the last one before it."""
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
         return f"{change.series} is changed from {_shown(before)} to {_shown(after)} at step {change.step}"
     if before == 0 and after > 0:
         return f"{change.series} is exactly 0 until step {change.step}, then {_shown(after)}"
-    when = f"at step {change.step}" + interval_text(change.low, change.high)
+    when = f"{'after' if is_drop else 'at'} step {change.step}" + interval_text(change.low, change.high)
     if change.shape == "shift" and before > 0 and after >= _FACTOR * before:
         factor = after / before
         return f"{change.series} jumps {f'{factor:,.0f}' if factor >= 100 else f'{factor:.3g}'}-fold {when}"

@@ -316,10 +316,6 @@ def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
     return {"step": step, "mean_before": before, "mean": after} if is_same else None
 
 
-def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
-    return _unequal(getattr(rollouts, column), successive(comparable(rollouts, column), rollouts.step), least)[1]
-
-
 def unequal_in_step(rollouts: Rollouts) -> tuple[float, float]:
     """Return how often identical sequences have different rewards: the share of pairs within a group, and across groups
     of a step. A share is NaN if there are too few pairs."""

@@ -186,8 +186,8 @@ class Fall:
     @property
     def course(self) -> str:
         if self.kind == FLAT:
-            return f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, diverging at"
-        return f"{self.outcome} drops from {self.before:.3g} to {self.after:.3g} at"
+            return f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, diverging after"
+        return f"{self.outcome} drops from {self.before:.3g} to {self.after:.3g} after"
 
     @property
     def latest(self) -> int:

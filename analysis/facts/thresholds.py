@@ -4,12 +4,6 @@ from __future__ import annotations
 
 AHEAD = 3.0
 """The search for causes starts this many steps before the confidence interval of the drop's onset."""
-AT_ONCE = 0.35
-"""The mismatch counts as present from the start if its first value exceeds this fraction of its later size."""
-GROWTH = 1.6
-"""The mismatch counts as growing if its median over the last quarter of the run is more than this many times its median
-between 10% and 50% of the run."""
-
 EARLIER_AGREES = 0.5
 """Minimum fraction of the engine's prefix logprobs that must match the trainer's at one earlier step, or a fixed
 number of steps earlier, to conclude that the engine uses those weights. In 57 collapses caused by the mismatch, the
@@ -17,11 +11,6 @@ fraction was at most 0.14."""
 ROUNDED_AGREES = 0.85
 """EARLIER_AGREES for an engine that rounds differently from the trainer. If only some weights are not synchronised,
 the fraction is at most 0.73."""
-EARLIER_FEWEST = 8
-"""Minimum number of matching prefixes to report that the engine mixes weights from several earlier steps."""
-EARLIER_OVER_CHANCE = 5.0
-"""Minimum ratio of matching prefixes to the number expected by chance that is required to report that the engine mixes
-earlier weights. In collapses with other causes, the ratio is at most 2.3."""
 STILL = 0.5
 """The engine is judged not to receive new weights if at least this fraction of repeated prefixes gets bitwise identical
 engine logprobs. The fraction is about half for an engine updated every second step."""
@@ -43,17 +32,12 @@ MOST = 0.5
 """A reward or reference model counts as changed if at least this fraction of repeated responses gets a new value."""
 REFERENCE_MOVES = 0.05
 """Minimum change in a response's mean reference logprob (nats). bf16 kernels alone cause changes of 0.01."""
-SAME_ORDER = 0.95
-"""Rewards count as merely rescaled if old and new rewards of identical responses have a correlation above this."""
 LENGTH_PAYS = 0.5
 """A reward is flagged as length-dependent if its within-group correlation with length exceeds this."""
 LENGTH_EXPLAINS = 0.8
 """Reward differences are attributed to length if their correlation with length exceeds this."""
 LENGTH_IS_ALL = 0.98
 """Replaces LENGTH_EXPLAINS if only some of the rewards differ."""
-LENGTH_EXPLAINS_WITHIN = 0.85
-"""A correlation within steps, or with a length bonus that grows over time, replaces the overall correlation if it
-exceeds both this and the overall correlation."""
 ALMOST_ALL = 0.9
 """Minimum fraction of rewards that must change to conclude that the reward now depends on length."""
 MOVES_SD = 6.0

@@ -120,8 +120,8 @@ def row_differences(a: Rollouts, b: Rollouts) -> RowDifferences:
     )  # fmt: skip
 
 
-def rates_differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return True where learning rates differ by more than the float32 rounding of a logger."""
+def values_differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return True where logged values differ by more than the float32 rounding of a logger."""
     return np.asarray(np.abs(a - b) > 1e-5 * np.maximum(np.abs(a), np.abs(b)))
 
 

@@ -10,7 +10,7 @@ from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import write_whole
 from ..markdown import escaped, table_lines
 from ..report.targets import explained, local
-from ..rows import printable, table, to_text
+from ..rows import MAIN_COLUMNS, counted, printable, table, to_text, wrapped
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..views import open_database
 from .certified import certified
@@ -167,7 +167,15 @@ _COLUMNS = ("condition", "verdict", "value", "interval", "how")
 
 
 def gated_text(gated: Gated, width: int | None = None) -> str:
-    return to_text(table(gated.verdicts), width)
+    """Render the verdicts as a table, and each reason in full below it."""
+    reasons = [wrapped(f"{one.condition}: {one.verdict}: {one.how}", "", width) for one in gated.verdicts]
+    columns = to_text(table(gated.verdicts).without(["metric", "fails", "how"]), width, MAIN_COLUMNS["gate"])
+    return "\n\n".join([f"{_title(gated)}.", columns, *reasons])
+
+
+def _title(gated: Gated) -> str:
+    failures, count = sum(verdict.fails for verdict in gated.verdicts), counted(len(gated.verdicts), "condition")
+    return f"FAILED: {failures} of {count}" if failures else f"PASSED: {count}"
 
 
 def junit_xml(gated: Gated, trace: str) -> bytes:
@@ -194,11 +202,8 @@ def _sentence(verdict: Verdict) -> str:
 
 
 def summary_markdown(gated: Gated, trace: str) -> str:
-    failures = sum(verdict.fails for verdict in gated.verdicts)
-    count = len(gated.verdicts)
-    title = f"{failures} of {count} conditions failed" if failures else f"{count} of {count} conditions passed"
     rows = table_lines(_COLUMNS, [_row(verdict) for verdict in gated.verdicts])
-    lines = [f"### tim-trace gate {escaped(trace)}: {title}", "", *rows]
+    lines = [f"### tim-trace gate {escaped(trace)}: {_title(gated)}", "", *rows]
     return "\n".join(lines) + "\n\n"
 
 

@@ -5,6 +5,10 @@ from collections.abc import Iterator, Mapping
 from ...schemas.errors import option
 from ..statement import Measured, Statement
 
+_BY_CLIPPING = (
+    ", by {relative_bias_signed}{interval} of the sum of the terms' absolute values. This comes from clipping."
+)
+
 VERDICT: Mapping[str, str] = {
     "nothing_read": "The mismatch's effect on the objective cannot be computed.",
     "no_tokens": "No result: no token in the loss has a finite logprob in every pass.",
@@ -25,9 +29,9 @@ VERDICT: Mapping[str, str] = {
     "negligible_push_down": "The mismatch biases the objective downward by a negligible amount: {down}. {how_much}",
     "small_push_down": "The mismatch biases the objective slightly downward: {down}. {how_much}",
     "large_push_down": "The mismatch biases the objective strongly downward: {down}. {how_much}",
-    "negligible_opposed": "The mismatch changes the objective negligibly, and the clip determines the direction: {opposed}. {how_much}",
-    "small_opposed": "The mismatch changes the objective slightly, and the clip determines the direction: {opposed}. {how_much}",
-    "large_opposed": "The mismatch changes the objective strongly, and the clip determines the direction: {opposed}. {how_much}",
+    "negligible_opposed": f"The mismatch biases the objective negligibly{_BY_CLIPPING}",
+    "small_opposed": f"The mismatch biases the objective slightly{_BY_CLIPPING}",
+    "large_opposed": f"The mismatch biases the objective strongly{_BY_CLIPPING}",
     "unclipped": "Without clipping, the bias would be {relative_bias_signed}{interval}.",
     "signs": "Overall, {signs}.",
     "worst_update": "The largest bias is at step {step} ({bias:+.3g}{share_of_all}).",
@@ -41,7 +45,6 @@ VERDICT: Mapping[str, str] = {
 _WAYS = {
     "up": "the loss overstates it",
     "down": "the loss understates it",
-    "opposed": "clipping alone raises the objective, and without the clip the bias has the opposite sign",
 }
 
 CANNOT: Mapping[str, str] = {

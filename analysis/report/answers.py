@@ -27,7 +27,7 @@ _EFFECTS = {
     "small_push": "small bias",
     "small_push_large_noise": "small bias, large noise",
     "large_push": "large bias",
-    "opposed": "no clear direction: without the clip, the sign flips",
+    "opposed": "bias caused by clipping, with the opposite sign without the clip",
 }
 
 _SIZES = {

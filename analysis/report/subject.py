@@ -143,7 +143,7 @@ def _evaluation(database: Database, attributed: Attribution | None) -> Series | 
 
 def _arms(database: Database, pair: Pair) -> dict[str, tuple[Series, ...]]:
     replays = [name for name in scored_passes(database) if name.startswith(REPLAY_PREFIX) and name not in pair]
-    found = {name: tuple(read_step_mismatch(database, (name, pair[1]))[0]) for name in replays}
+    found = {name: tuple(read_step_mismatch(database, (name, pair[1]))) for name in replays}
     return {name: columns for name, columns in found.items() if columns}
 
 

@@ -101,6 +101,12 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
     return float(np.mean(np.clip(apart, -reach, reach) ** 2)) / 2
 
 
+def peaks(values: np.ndarray) -> np.ndarray:
+    """Return the largest of each value and the two before it, which shows changes that only some steps have."""
+    padded = np.pad(values, (2, 0), constant_values=-np.inf)
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(padded, 3).max(axis=-1))
+
+
 def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
     padded = np.pad(values, width // 2, mode=beyond)
     return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)[: len(values)])

@@ -161,7 +161,9 @@ class WatchedView:
         steps = self._series[0].steps
         table = _table(0)
         table.show_header = True
-        table.add_column("WHOLE RUN", max_width=max(12, self._width // 4), no_wrap=True, overflow="crop")
+        table.add_column(
+            "WHOLE RUN", max_width=self._width * 9 // 20 if self._width >= 72 else 12, no_wrap=True, overflow="crop"
+        )
         table.add_column(f"steps {steps[0]} to {steps[-1]}", overflow="crop")
         for name in ends:
             table.add_column(Text(name, _DIM), justify="right", no_wrap=True, overflow="crop")

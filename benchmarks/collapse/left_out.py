@@ -45,19 +45,19 @@ PAIR = ("train", "rollout")
 OWNERS: dict[str, str] = {
     "mismatch": "mismatch_size mismatch_grows_before_fall mismatch_grows_with_fall exact_until check_fails.values check_fails.weights "
     "not_sampled_so engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch",
-    "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows mismatch_resets check_fails.stale "
+    "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows check_fails.stale "
     "engine_parts.behind",
     "optimizer": "learning_rate_spike update_size update_leaps learning_rate gradient_is_equal",
-    "reward": "data_fault.reward reward_starts_below rewards_take_new_values rewards_noisy rewards_changed reward_and_relation_move reward_moves_alone reward_hides_fall.with rewards_part",
+    "reward": "data_fault.reward reward_starts_below rewards_noisy rewards_changed reward_and_relation_move reward_moves_alone reward_hides_fall.with rewards_part",
     "pairing": "data_fault.pairing in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
     "rewards_of_last_step_part advantages_permuted_part",
     "data": "data_fault.data rewards_differ_by_group prompts_changed prompts_part",
     "truncation": "data_fault.truncation responses_capped stop_ignored never_ended rows_left_out endings_change responses_cut_off",
-    "reference": "data_fault.reference loss_term_inverted.reference loss_term_unusual.reference loss_term_oversized.reference loss_term_changes.reference reference_changed returns_to_reference reference_parts gradient_grows",
+    "reference": "data_fault.reference loss_term_inverted.reference loss_term_unusual.reference loss_term_oversized.reference reference_changed returns_to_reference reference_parts gradient_grows",
     "advantages": "data_fault.advantages advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
     "advantages_or_rewards_part",
-    "entropy": "loss_term_inverted.entropy loss_term_unusual.entropy loss_term_oversized.entropy loss_term_changes.entropy entropy_climbs entropy_collapses",
-    "length": "data_fault.length length_pays_since length_explains_rewards length_explains_first_rewards length_pays.moves length_costs.moves "
+    "entropy": "loss_term_inverted.entropy loss_term_unusual.entropy loss_term_oversized.entropy entropy_climbs entropy_collapses",
+    "length": "data_fault.length length_pays_since length_pays.moves length_costs.moves "
     "rewards_by_length_part",
     "unknown": "entropy_impossible tool_parts scoring_parts trainer_moves_first",
 }  # fmt: skip

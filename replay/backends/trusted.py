@@ -33,7 +33,7 @@ KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
     "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
 )  # fmt: skip
 EXPERTS_UNKNOWN = "experts-unknown"
-REFUSED, CONDITIONS, UNEXPLAINED = "refused", "conditions", "unexplained"
+REFUSED, CONDITIONS, UNEXPLAINED, OTHER_INPUTS = "refused", "conditions", "unexplained", "other-inputs"
 WHY = {
     KERNEL_NOT_ALLOWED: "the recorded attention {name} is code from the hub; allow it with --allow-kernel",
     NOT_INSTALLED: "the recorded attention {name} is not installed here, or needs a GPU",
@@ -42,9 +42,12 @@ WHY = {
     EXPERTS_UNKNOWN: "the recorded experts implementation {name} is not one of torch's implementations",
     REFUSED: "the recorded setup cannot run here",
     CONDITIONS: "settings, versions or hardware differ here",
-    UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
+    UNEXPLAINED: "something unrecorded differs: all recorded settings, versions and hardware are the same here",
+    OTHER_INPUTS: "weights, tokens or settings are not those of the recorded pass (hardware cannot explain this much)",
 }
 """Reasons why the recorded bits were not reproduced."""
+ROUNDING_NATS = 0.1
+"""Mean |d| (nats) well above published mismatches of 16 bits. In 32 bits, 0.01 is well above the error of TF32."""
 ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")

@@ -21,7 +21,7 @@ from tim_trace.analysis.attribution.text import (
 from tim_trace.analysis.facts import changes as timeline
 from tim_trace.analysis.facts import series as fall_module
 from tim_trace.analysis.facts.changes import ChangePoint, with_onset
-from tim_trace.analysis.facts.mismatch import read_run_mismatch
+from tim_trace.analysis.facts.mismatch import read_mismatch_size
 from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.series import Fall, Outcome, Series, _settled_above, find_fall, find_flat, refined
 
@@ -70,7 +70,7 @@ PRIOR = Evidence(code="prior", points=2.5)
 
 
 def test_the_verdict_in_words():
-    where = "reward collapses from 0.8 to 0.3, starting at step 60 (95% CI 57-63). "
+    where = "reward collapses from 0.8 to 0.3 after step 60 (95% CI 57-63). "
     told = attribution(suspect("reward", 0.9), suspect("mismatch", 0.01))
     assert verdict_sentence(told) == where + (
         "Most likely cause: noisy or wrong rewards or labels (90%, from this run alone). The mismatch is not the cause."
@@ -279,12 +279,12 @@ def test_a_mismatch_that_jumps_where_a_good_part_is_lost_has_its_size_from_then_
     # A reward that is lost within one step: no later step is of the onset.
     values = np.where(jumps_at > STEPS, 0.003, 2.0)
     series = {"mean_abs_d": Series("mean_abs_d", STEPS, values, "log", "mismatch")}
-    assert read_run_mismatch(series, FALL).size == size
+    assert read_mismatch_size(series, FALL) == size
 
 
 def test_one_step_of_mismatch_at_the_end_of_an_onset_is_an_outlier():
     values = np.where(STEPS == 65, 2.0, 0.003)
-    assert read_run_mismatch({"mean_abs_d": Series("mean_abs_d", STEPS, values, "log", "mismatch")}, FALL).size == 0.003
+    assert read_mismatch_size({"mean_abs_d": Series("mean_abs_d", STEPS, values, "log", "mismatch")}, FALL) == 0.003
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Faults that are planted by computing with them, and healthy traces, on a language model that is a table."""
 
+import inspect
 import json
 import re
 import shlex
 from dataclasses import replace
+from string import Formatter
 from types import SimpleNamespace
 
 import numpy as np
@@ -419,7 +421,7 @@ def test_policy_versions_that_differ_are_said(tmp_path):
         batch = recorder.add_sequences(
             step=1, prompt_ids=[p.tolist() for p in step.prompts], response_ids=[r.tolist() for r in step.responses]
         )
-        recorder.add_scores("rollout", batch, logprobs=step.scored(moved(step.logits, 1, 0.01)), policy_version=4)
+        recorder.add_scores("rollout", batch, logprobs=step.scored(moved(step.logits, 1, 0.3)), policy_version=4)
         recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=6)
     first = check(tmp_path / "trace").findings[0]
     assert (first.code, first.numbers["updates_behind"], first.numbers["side"]) == ("weights_differ", 2, "rollout")
@@ -810,3 +812,13 @@ def test_a_sum_is_bitwise_the_same_alone_and_with_the_others(name):
     alone, together = difference_sums(a, b, starts, [name]), difference_sums(a, b, starts)
     assert list(alone) == [name]
     assert alone[name].tobytes() == together[name].tobytes()
+
+
+def test_no_template_uses_a_number_that_adds_a_clause_to_every_sentence():
+    source = inspect.getsource(evidence_text)
+    clauses = set(re.findall(r'if "(\w+)" in numbers', source))
+    used = {
+        field for fault in ALL for text in fault.evidence.values() for _, field, *_ in Formatter().parse(text) if field
+    }
+    assert len(clauses) >= 7
+    assert clauses.isdisjoint(used)

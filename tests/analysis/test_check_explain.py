@@ -423,6 +423,35 @@ def test_a_mismatch_that_grows_from_version_0_is_of_weights(tmp_path):
     assert first.numbers["first"] < first.numbers["later"]
 
 
+def test_a_recorded_lag_without_effect_is_no_explanation(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        for number in range(1, 8):
+            step = sample(versions(number), 100 + number)
+            batch = recorder.add_sequences(
+                step=number,
+                prompt_ids=[p.tolist() for p in step.prompts],
+                response_ids=[r.tolist() for r in step.responses],
+            )
+            recorder.add_scores("rollout", batch, logprobs=in_float32(step, number), policy_version=number - 1)
+            recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=number)
+    found = check(tmp_path / "trace")
+    assert (found.is_valid, found.findings[0].code) == (True, "rounding")
+    assert "policy versions that differ by 1, so either an update changes less" in evidence_text(found.findings[0])
+
+
+@pytest.mark.parametrize(("top_p", "is_valid"), [(0.9, True), (1.0, False)])
+def test_a_filter_of_both_sides_may_keep_a_token_on_one_alone(tmp_path, top_p, is_valid):
+    def rollout(step, number):
+        rows = in_float32(step, number)
+        for row in rows[:3]:
+            row[1] -= np.float32(0.08)  # of a probability of 1 / 0.9
+        return rows
+
+    path = tmp_path / "trace"
+    Recording(rollout=rollout, contracts=BOTH_FP32, sequences=lambda step, number: {"top_p": top_p}).write(path)
+    assert check(path).is_valid == is_valid
+
+
 def test_a_lag_that_is_declared_is_valid_and_said(tmp_path):
     found = from_version_0(tmp_path / "trace", declared=True)
     first = found.findings[0]

@@ -475,13 +475,14 @@ def continued(path, *, since=3, are_first=True, fade=False):
         for name, contract in BOTH_FP32.items():
             recorder.add_contract(name, contract)
         for number in range(1, 9):
-            step, draw = sample(table(), 100 + number), np.random.default_rng(number)
+            weights = moved(table(), 3, 0.2 * number)
+            step, draw = sample(weights, 100 + number), np.random.default_rng(number)
             batch = recorder.add_sequences(
                 step=number, prompt_ids=[p.tolist() for p in step.prompts], policy_version=number - 1,
                 response_ids=[r.tolist() for r in step.responses],
             )  # fmt: skip
             rows = []
-            other = step.scored(moved(step.logits, 3, 0.4))
+            other = step.scored(moved(weights, 3, -0.4) if since > 1 else moved(weights, 4, 0.4))
             for place, (right, wrong) in enumerate(zip(in_float32(step, number), other, strict=True)):
                 at = draw.integers(5, len(right) - 4)
                 inside = np.arange(len(right)) < at if are_first else np.arange(len(right)) >= at

@@ -5,7 +5,7 @@ import pytest
 from bigrams import BOTH_FP32, FP32, VLLM_BF16, Recording, bfloat16, in_float32, log_softmax, moved, sample, table
 from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.faults import evidence_text
-from tim_trace.analysis.check.features import model, reasons
+from tim_trace.analysis.check.features import _part_followed, model, reasons
 from tim_trace.analysis.check.finding import Finding
 from tim_trace.analysis.views import open_database
 from tim_trace.tracer.recorder import Recorder
@@ -290,13 +290,13 @@ def test_a_trainer_that_is_wrong_from_the_first_step_is_no_fault_of_the_engine(t
     assert found.signal != "reference"
 
 
-def with_part(path, part, curve=lambda logits: logits):
+def with_part(path, part, curve=lambda logits: logits, steps=8):
     """A run whose engine applies `part` of each update, and whose trainer computes a `curve` of its logits."""
     trainer = engine = table()
     with Recorder(path) as recorder:
         for name, contract in BOTH_FP32.items():
             recorder.add_contract(name, contract)
-        for number in range(1, 9):
+        for number in range(1, steps + 1):
             step = sample(engine, 100 + number, in_group=8, longest=30)
             step.prompts = [np.full(4, row // 8) for row in range(len(step.prompts))]
             batch = recorder.add_sequences(
@@ -309,12 +309,41 @@ def with_part(path, part, curve=lambda logits: logits):
     return check(path).findings[0]
 
 
+def test_a_share_of_the_updates_is_found_if_all_tokens_come_again_at_one_step():
+    draw = np.random.default_rng(0)
+    others = draw.normal(size=80)
+    own = 0.04 * others + 0.02 * draw.normal(size=80)
+    assert _part_followed(own, others, np.full(80, 2)) == pytest.approx(0.04, rel=0.2)
+
+
 @pytest.mark.parametrize(("part", "signal"), [(0.25, "follows"), (0.04, "follows"), (0.0, "frozen")])
 def test_an_engine_that_applies_part_of_each_update_is_not_frozen(tmp_path, part, signal):
     first = with_part(tmp_path / "run", part)
     assert (first.code, first.signal, first.broken) == ("weights_differ", signal, "engine")
     if part:
         assert first.numbers["part"] == pytest.approx(part, rel=0.3)
+
+
+@pytest.mark.parametrize(("lag", "cause", "side"), [(1, "stale_weights", "rollout"), (-1, "after_update", "train")])
+def test_weights_of_another_step_are_found_in_tokens_that_come_again(tmp_path, lag, cause, side):
+    """The engine keeps the weights of the step before, or the trainer scores with those of the next step."""
+    weights = [table()]
+    weights += [moved(weights[0], 70 + number, 3.0) for number in range(9)]
+    with Recorder(tmp_path / "run") as recorder:
+        for name, contract in BOTH_FP32.items():
+            recorder.add_contract(name, contract)
+        for number in range(8):
+            engine = weights[max(number - (lag > 0), 0)]
+            step = sample(engine, 100 + number, in_group=8, longest=30)
+            step.prompts = [np.full(4, row // 8) for row in range(len(step.prompts))]
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses]
+            )  # fmt: skip
+            recorder.add_scores("rollout", batch, logprobs=step.scored(moved(engine, 7, 1e-5)))
+            recorder.add_scores("train", batch, logprobs=step.scored(weights[number + (lag < 0)]))
+    first = check(tmp_path / "run").findings[0]
+    assert (first.code, first.signal, first.numbers["cause"]) == ("weights_differ", "same_weights", cause)
+    assert (first.numbers["side"], first.numbers["lag"]) == (side, 1)
 
 
 def test_a_trainer_whose_logits_are_wrong_from_the_first_step_on_does_not_miss_updates(tmp_path):
@@ -339,7 +368,7 @@ def test_a_model_that_differs_from_the_first_step_on_has_a_setting_that_may_be_i
     found = recorded(tmp_path / "run", change, described=config).findings
     known = [each.numbers["settings"] for each in found if each.signal == "setting"]
     assert known == ([] if settings is None else [settings])
-    assert settings is None or f"has {settings}" in evidence_text(found[0])
+    assert settings is None or f"include {settings}" in evidence_text(found[0])
 
 
 def test_a_run_whose_mask_leaves_out_every_token_is_told_so(tmp_path):

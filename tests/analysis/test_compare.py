@@ -13,7 +13,7 @@ from tim_trace.analysis.comparison.series import series_differences
 from tim_trace.analysis.comparison.text import FIRST, comparison_rows, comparison_text, sentence
 from tim_trace.analysis.facts.series import named
 from tim_trace.analysis.facts.two_runs import paired
-from tim_trace.schemas.errors import InvalidOption, NothingToCompare
+from tim_trace.schemas.errors import ColumnsLeftOut, InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 
 STEPS, GROUPS, GROUP, TOKENS = 30, 2, 4, 6
@@ -174,6 +174,7 @@ def of_values(values, name="reward"):
         ([1.0, 2.0], [1.0, 2.0], "same"),
         ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], (1, None)),
         ([1.0, 1.0], [2.0, 2.0], "within"),  # two steps have no scatter that could be told
+        ([1.0, 1.0, 1.0, 1.0], [1.0 + 1e-9] * 4, "within"),  # two numbers that print alike are no difference
         ([1.0, 1.2, 0.9, 1.1], [1.1, 1.0, 1.2, 0.9], "within"),
         ([1.0, np.nan, 1.0], [1.0, 3.0, 1.0], "same"),  # what one run did not record is not compared
     ],
@@ -192,6 +193,50 @@ def test_an_infinite_value_of_one_run_is_a_difference():
     (found,) = series_differences(of_values([1.0, np.inf, 1.0]), of_values([1.0, 1.0, 1.0]), [], [])
     assert (found.step, found.b) == (2, 1.0)
     assert np.isnan(found.a)
+
+
+@pytest.mark.parametrize("name", ["k3", "p99_abs_d"])
+def test_a_mismatch_of_every_second_step_differs_and_one_of_two_steps_does_not(name):
+    draw = np.random.default_rng(3)
+    a, b, off = np.exp(draw.normal(-14, 0.4, 24)), np.exp(draw.normal(-14, 0.4, 24)), np.ones(24)
+
+    def differences():
+        runs = ({name: named(name, np.arange(1, 25), values, "")} for values in (a, b * off))
+        return list(series_differences(*runs, [], []))
+
+    assert differences() == []
+    off[[11, 13]] = 3000
+    assert differences() == []
+    off[9::2] = 3000
+    (found,) = differences()
+    assert (found.step, found.values["statistic"]) == (10, "median peak")
+    assert found.b > 100 * found.a
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 8])
+def test_a_mismatch_of_few_steps_is_compared(num_steps):
+    a, b = ({"k3": named("k3", np.arange(num_steps), np.arange(1.0, num_steps + 1) * size, "")} for size in (1, 1.1))
+    within = []
+    found = list(series_differences(a, b, [], within))
+    assert len(found) + len(within) == 1
+
+
+def test_masks_and_finish_reasons_of_identical_responses_are_compared(tmp_path):
+    plain = {"response_mask": [[1, 1, 0]] * 2, "finish_reason": ["stop"] * 2}
+    others = {
+        "response_mask": [[1, 1, 0], [0, 1, 1]],
+        "finish_reason": ["stop", "length"],
+    }
+    for name, columns in ((None, plain), *((name, plain | {name: value}) for name, value in others.items())):
+        with Recorder(tmp_path / str(name)) as recorder:
+            recorder.add_sequences(step=1, prompt_ids=[[1], [2]], response_ids=[[3, 4, 5]] * 2, **columns)
+    for name in others:
+        found = compare(tmp_path / "None", tmp_path / name)
+        assert [(one.kind, one.name, one.step, one.values["share"]) for one in found.differences] == [
+            ("columns", name, 1, 0.5)
+        ]
+        assert found.num_steps == 1
+    assert sentence(compare(tmp_path / "None", tmp_path / "None")).endswith("over 1 step.")
 
 
 @pytest.mark.slow
@@ -236,7 +281,8 @@ def test_the_table_fits_80_columns(plain, tmp_path):
     long = {"config": {"dtype": "float16", "a_field_with_a_very_long_name_indeed": "x" * 90}}
     plan = Planted(at=9, contract=long, train=0.25, reward=1.0, grad_norm=2.0, settings={"beta": 0.1})
     found = compare(plain, write(tmp_path / "other", plan))
-    text = comparison_text(found, 80)
+    with pytest.warns(ColumnsLeftOut, match="truncated"):
+        text = comparison_text(found, 80)
     assert max(len(line) for line in text.splitlines() if str(tmp_path.parent) not in line) <= 80
     table = text.split("\n\n")[2]
     assert table.split()[:6] == ["kind", "name", "step", "a", "b", "sd"]

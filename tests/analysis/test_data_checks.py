@@ -402,6 +402,12 @@ def credited(reward, number, noise=0.1):
     ]
 
 
+def decaying(reward, number):
+    """Discounted returns without a critic."""
+    lengths = lengths_of(number)
+    return [(value - 0.5) * 0.95 ** np.arange(length)[::-1] for value, length in zip(reward, lengths, strict=True)]
+
+
 def truncated_only(reward, number):
     """Rewards of the longest rows, 0 for the others, as if those of shorter rows stood on padding."""
     return reward * (lengths_of(number) == lengths_of(number).max())
@@ -781,6 +787,7 @@ FAULTS = {
     "one batch again and again": ("batch_repeats", 2, {"columns": lambda step, n: {"response_ids": [row.tolist() for row in sample(table(), 101, groups=GROUPS, in_group=IN_GROUP, longest=12).responses], "prompt_ids": [row.tolist() for row in sample(table(), 101, groups=GROUPS, in_group=IN_GROUP, longest=12).prompts]}, "reward": lambda step, n, draw: binary(step, 1, np.random.default_rng(1)), "passes": of_first_step}),
     "zero rewards from 5": ("rewards_constant", 5, {"reward": lambda step, n, draw: binary(step, n, draw) * (n < 5)}),
     "rewards by prompt": ("rewards_by_prompt", None, {"reward": lambda step, n, draw: graded(step, n, draw)[GROUP * IN_GROUP]}),
+    "masks without the first token of short rows": ("mask_cuts", None, {"columns": lambda step, n: {"response_mask": [np.arange(len(row)) >= (1 < len(row) < 6) for row in step.responses]}}),
     "masks that begin late": ("mask_cuts", None, {"columns": lambda step, n: {"response_mask": [np.arange(len(row)) >= 3 for row in step.responses]}}),
     "advantages set to 0": ("advantages_mixed", None, {"advantage": lambda r, n: np.where(np.arange(len(r)) % IN_GROUP < 5, 0.0, grpo(r)), "reward": graded}),
     "advantages of the previous step": ("rewards_of_other_rows", 2, {"advantage": lambda r, n: grpo(binary(None, max(n - 1, 1), np.random.default_rng(max(n - 1, 1))))}),
@@ -800,6 +807,7 @@ FAULTS = {
     "ten times the KL penalty": ("kl_penalty_wrong", None, {**DECLARED_KL, "advantage": lambda r, n: grpo(r - penalties_of(n, 1.0))}),
     "token advantages without the reward": ("advantages_unrelated", None, {"advantage": lambda r, n: credited(0 * r, n)}),
     "token advantages without the reward of short rows": ("advantages_unrelated", None, {"advantage": lambda r, n: credited(truncated_only(r, n), n)}),
+    "decaying token advantages without the reward of short rows": ("advantages_unrelated", None, {"advantage": lambda r, n: decaying(truncated_only(r, n), n)}),
     "token advantages of the next row's reward": ("rewards_of_other_rows", None, {"advantage": credited, "recorded": roll(1)}),
     "distillation of the other sign": ("advantages_of_pass", None, {"advantage": lambda r, n: of_teacher(n, 1.0), "passes": of_returns}),
     "distillation of the previous token": ("advantages_of_pass", None, {"advantage": lambda r, n: of_teacher(n, lag=1), "passes": of_returns}),
@@ -828,6 +836,7 @@ NOTICES = (
     "an averaged KL penalty",
     "ten times the KL penalty",
     "token advantages without the reward",
+    "decaying token advantages without the reward of short rows",
     "token advantages without the reward of short rows",
     "normalised within parts of rows",
     "a rank's deviation",
@@ -986,6 +995,18 @@ def at_temperature(temperature, of_entropy, **more):
     return {"passes": passes, "columns": lambda step, n: {"temperature": temperature, **more}, "reward": graded}
 
 
+def test_entropies_of_certain_tokens_may_be_rounded(tmp_path):
+    def passes(recorder, batch, step, number):
+        step.logits = step.logits * 40
+        scored = step.scored()
+        entropy = [np.maximum(row, 1e-9) for row in step.entropies()]
+        assert np.mean(np.concatenate(scored) == 0) > 0.1
+        recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+        recorder.add_scores("train", batch, logprobs=scored, entropy=entropy)
+
+    assert "entropies_lost" not in [found.code for found in findings(write(tmp_path / "run", passes=passes))]
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_entropies_without_the_recorded_temperature_are_named_as_such(tmp_path, temperature):
     path = write(tmp_path / "run", **at_temperature(temperature, 1.0))
@@ -1088,7 +1109,7 @@ def test_a_recorded_setting_that_the_rows_contradict_is_reported(tmp_path, kind)
         ({"num_generations": 8, "temperature": 0.6, "val_kwargs.temperature": 1.0, "top_k": -1}, {"temperature": 0.6, "top_k": 0}),
         ({"rollout.temperature": 0.6, "sampler.temperature": 1.0}, {"temperature": 1.0}),
         ({"mask_truncated_completions": False, "algorithm.filter_groups.enable": False}, {"finish_reason": finished}),
-        ({"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"}, {}),
+        ({"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "length"}, {}),
     ],
 )  # fmt: skip
 def test_settings_that_the_rows_follow_are_no_finding(tmp_path, hyperparameters, columns):
@@ -2008,6 +2029,21 @@ def test_an_end_token_appended_to_truncated_responses_was_not_sampled(tmp_path):
     assert (found.code, found.title) == ("mask", title)
 
 
+@pytest.mark.parametrize(("share", "code"), [(0.5, "mask"), (1.0, "lengths")])
+def test_end_tokens_without_engine_logprobs_were_appended_if_others_have_one(tmp_path, share, code):
+    def columns(step, number):
+        step.responses = [np.array([*row[row != END][:6], END]) for row in step.responses]
+        return {
+            "response_ids": [row.tolist() for row in step.responses],
+            "finish_reason": ["stop"] * len(step.responses),
+        }
+
+    rows = iter(np.random.default_rng(0).random(10_000))
+    passes = partial(scored_by_both, left_out=lambda row: next(rows) < share)
+    (found, *_) = check(write(tmp_path / "run", columns=columns, passes=passes)).findings
+    assert found.code == code
+
+
 OVERLONG = {
     "reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 8, "data.max_response_length": 12,
 }  # fmt: skip
@@ -2643,7 +2679,17 @@ def sampled_with(process, sharpness=2.5, given=lambda logits: logits, **recorded
     return {"columns": columns, "longest": 30}
 
 
+def min_p(rows, share):
+    """Logits of what min_p sampling keeps; the others are far below."""
+    return np.where(rows >= rows.max(axis=-1, keepdims=True) + np.log(share), rows, -1e9)
+
+
 SAMPLING = {
+    "no min_p": (sampled_with(lambda rows: rows, temperature=1.0, min_p=0.1), "min_p = 0.1 is recorded"),
+    "min_p": (sampled_with(partial(min_p, share=0.1), temperature=1.0, min_p=0.1), ""),
+    "renormalised after min_p": (
+        sampled_with(partial(min_p, share=0.1), 2.5, partial(min_p, share=0.1), temperature=1.0, min_p=0.1), "",
+    ),
     "no temperature": (sampled_with(lambda rows: rows / 0.7, temperature=0.7), "temperature = 0.7 is recorded"),
     "nearly greedy": (sampled_with(lambda rows: rows * 8, temperature=1.0), "a lower one or a filter"),
     "no filter": (sampled_with(lambda rows: rows, 5.0, temperature=1.0, top_p=0.5), "top_p = 0.5 is recorded"),
@@ -2743,6 +2789,9 @@ WEIGHTS = {
     "the engine is never updated": (
         of_weights((initial, lambda n: n), rollout=initial), "engine_never_updated", 2, "policy version 1",
     ),
+    "no update changes the weights": (
+        of_weights(rollout=initial, train=initial, reference=initial), "weights_unchanged", None, "grows from 1 to 16",
+    ),
 }  # fmt: skip
 
 
@@ -2751,7 +2800,7 @@ def test_weights_that_are_not_as_recorded_show_in_prompts_that_come_again(tmp_pa
     run, code, since, text = WEIGHTS[kind]
     checked = check(write(tmp_path / "trace", **run))
     (found,) = checked.data
-    assert (found.code, found.is_notice, checked.is_valid) == (code, True, True)
+    assert (found.code, found.is_notice, checked.is_valid) == (code, code != "weights_unchanged", True)
     assert text in data_text(found)
     assert since is None or abs(found.since - since) <= 1
     assert (checked.findings[0].signal == "policy_versions") == (code == "engine_never_updated")

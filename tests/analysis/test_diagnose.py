@@ -1,11 +1,15 @@
 """A diagnosis: what it runs, what it holds figures against, and what replays settle."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, bfloat16, in_bfloat16, sample, table
 from builders import tim_trace
+from tim_trace.analysis.check.check import judge
+from tim_trace.analysis.check.faults import FAULTS
+from tim_trace.analysis.diagnosis import diagnose as diagnose_module
 from tim_trace.analysis.diagnosis.diagnose import diagnose, removed_interval
 from tim_trace.analysis.diagnosis.text import diagnosis_text, effect_text, size_text
 from tim_trace.analysis.rows import result_json
@@ -95,7 +99,7 @@ def test_a_replay_in_the_trace_settles_it(tmp_path):
     assert (hot.arm, rounded.arm) == ("hot", "bf16")
     assert hot.removed == 1
     assert (hot.code, found.settled_by) == ("settles", hot)
-    assert "this setting causes the mismatch" in effect_text(hot)
+    assert effect_text(hot).endswith("the engine's logprobs are at temperature 0.9")
     d = np.concatenate(step.scored()).astype(float) - np.concatenate(step.scored(step.logits / 0.9))
     assert hot.gap_rms == pytest.approx(math.sqrt(np.mean(d * d)), rel=1e-12)
     assert rounded.removed < 0.1
@@ -105,7 +109,29 @@ def test_a_replay_in_the_trace_settles_it(tmp_path):
     assert "none: every group gives the same value" in diagnosis_text(found, verbose=True)
     assert "WHAT DO THE REPLAYS SHOW?" not in diagnosis_text(found)
     assert result_json(found)["replays"][1]["low"] == rounded.low
-    assert found.next == ()
+    assert found.next == (
+        "the engine's logprobs are at temperature 0.9: compute both sides' logprobs at one temperature",
+    )
+
+
+def test_weights_that_a_replay_has_found_replace_the_list_of_possible_causes(tmp_path, monkeypatch):
+    with Recorder(tmp_path / "trace") as recorder:
+        recorder.add_contract("replay/stale", {"engine": "trl", "arm": {"weights_version": 3}})
+        step = sample(table(), 1)
+        batch = recorder.add_sequences(step=1, response_ids=[r.tolist() for r in step.responses])
+        recorder.add_scores("train", batch, logprobs=step.scored())
+        for name in ("rollout", "replay/stale"):
+            recorder.add_scores(name, batch, logprobs=step.scored(step.logits / 0.9))
+
+    def weights_differ(*given):
+        found = judge(*given)
+        finding = replace(found.findings[0], code="weights_differ", cause=FAULTS["weights_differ"], side="engine")
+        return replace(found, findings=(finding,))
+
+    monkeypatch.setattr(diagnose_module, "judge", weights_differ)
+    found = diagnose(tmp_path / "trace")
+    assert found.checked.findings[0].title == "the engine has the weights of version 3"
+    assert found.next == ("the engine has the weights of version 3: fix the weight sync",)
 
 
 def test_the_interval_of_what_a_replay_removes_is_never_narrower_than_student_s():
@@ -171,3 +197,31 @@ def test_nothing_to_compare_is_said(tmp_path):
         recorder.add_sequences(step=1, response_ids=[[1]])
     with pytest.raises(NothingToCompare):
         diagnose(tmp_path / "trace")
+
+
+def test_a_run_without_engine_logprobs_is_diagnosed_by_its_data(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 9):
+            reward = np.arange(16) % 4 + step % 3
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[1, row // 4] for row in range(16)], response_ids=[[2, 3 + row] for row in range(16)],
+                group_ids=[str(row // 4) for row in range(16)], reward=reward, advantage=-(reward - 1.5 - step % 3),
+            )  # fmt: skip
+            recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0 - row / 16] for row in range(16)])
+    found = diagnose(tmp_path / "run")
+    assert str(found).startswith(
+        "No collapse detected; no pair of passes to compare, but advantages have the wrong sign"
+    )
+    assert "valid   cannot tell: run has no logprobs from pass 'rollout'" in str(found)
+    assert "normal  No mismatch was logged." in str(found)
+
+
+def test_the_brief_of_a_fault_without_a_drop_has_its_evidence_and_its_first_step(tmp_path):
+    def rollout(step, number):
+        return [row - np.float32(2.0) * (number > 3) for row in step.scored()]
+
+    run = Recording(rollout=rollout, contracts=BOTH_FP32, steps=8).write(tmp_path / "run")
+    text = tim_trace("diagnose", run, "--brief").stdout
+    title = diagnose(run).checked.findings[0].title
+    assert f"check finds {title}: " in text
+    assert "WHERE step IN (3, 4)" in text

@@ -134,6 +134,24 @@ def test_an_engine_that_repeats_its_own_rollout_settles_nothing(removed, code):
     assert ("bf16 reproduces rollout: rollout's engine computes" in effect_text(replay)) == (code == "repeats")
 
 
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ("weights-version=3", "the engine has the weights of version 3: fix the weight sync"),
+        ("quantize=int8,attention=math", "the engine has weights quantised to int8: send unquantised weights, or correct for the mismatch"),
+        ("temperature=0.9", "the engine's logprobs are at temperature 0.9: compute both sides' logprobs at one temperature"),
+        ("attention=math", ""),
+    ],
+)  # fmt: skip
+def test_a_replay_that_settles_it_is_the_answer(changes, cause):
+    found, invalid = effect(0.95, changes), checked("weights_differ")
+    assert effect_text(found).endswith(cause.partition(": ")[0] or "this setting causes the mismatch")
+    data = SimpleNamespace(has_weights=False)
+    assert not invalid.is_valid
+    assert _next(data, invalid, (found,)) == ((cause,) if cause else ())
+    assert _next(data, checked("rounding"), (found,)) == ()
+
+
 def test_the_first_replay_that_settles_is_named():
     replays = [effect(0.5), effect(0.95), effect(0.99)]
     assert diagnosed(replays=replays).settled_by == replays[1]
@@ -160,7 +178,7 @@ def test_the_size_lies_below_within_or_above_what_was_published(coarser, end, fa
     assert f"is {code} the published range for {coarser}" in said
     assert said.endswith("): the check explains it (rounding)." if code == "above" else "): normal.")
     said = size_text(size, is_valid=False)
-    assert said == f"cannot tell until the fault is fixed; the mismatch is {own:.3g} nats rms"
+    assert said == f"cannot tell until the fault is fixed; the mismatch is {own:.3g} nats rms over the whole run"
 
 
 def test_a_size_without_figures_or_without_mismatch():
@@ -394,17 +412,17 @@ def test_a_calm_run_is_told_in_one_line():
     [
         (
             [TEMPERATURE, LENGTHS], [suspect("data", 0.9, prompts_changed())],
-            "prompt_length jumps 3-fold at step 60, as reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Most "
+            "prompt_length jumps 3-fold at step 60, as reward drops from 0.8 to 0.3 after step 60 (95% CI 57-63). Most "
             "likely cause: a change in the prompts (90%).",
         ),
         (
             [TEMPERATURE], [suspect("data", 0.4), suspect("reward", 0.3)],
-            "temperature is changed from 1 to 2 at step 57, 3 steps before reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). "
+            "temperature is changed from 1 to 2 at step 57, 3 steps before reward drops from 0.8 to 0.3 after step 60 (95% CI 57-63). "
             "Cause unknown. Most likely of those tested: a change in the prompts (40%); noisy or wrong rewards or labels (30%).",
         ),
         (
             [], [suspect("unknown", 0.9), suspect("reward", 0.1)],
-            "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Cause unknown. Probably none of the causes tested (90%); the likeliest "
+            "reward drops from 0.8 to 0.3 after step 60 (95% CI 57-63). Cause unknown. Probably none of the causes tested (90%); the likeliest "
             "of them is noisy or wrong rewards or labels (10%).",
         ),
     ],
@@ -437,7 +455,7 @@ def test_a_story_says_when_a_mismatch_began_once():
     assert elsewhere.title == FAULTS["subset"]
     cause = Suspect(code="mismatch", detail="subset", probability=0.9, evidence=())
     attribution = attributed(fall=FALL, suspects=[cause])
-    told = "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Most likely cause: training-inference mismatch"
+    told = "reward drops from 0.8 to 0.3 after step 60 (95% CI 57-63). Most likely cause: training-inference mismatch"
     found = diagnosed(attribution=attribution)
     assert story(replace(found, checked=replace(found.checked, findings=(part,)))) == f"{told} (90%)."
     assert story(replace(found, checked=replace(found.checked, findings=(elsewhere,)))) == (

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.dynamics.dynamics import dynamics, growths, onsets_of
+from tim_trace.analysis.dynamics.dynamics import dynamics, growths, onsets_of, peaks_of
 from tim_trace.analysis.dynamics.text import dynamics_text, summary_sentences, unanswered_sentences
 from tim_trace.analysis.facts.changes import change_points
 from tim_trace.analysis.facts.read_series import read_series
@@ -147,7 +147,7 @@ def test_masked_tokens_and_tokens_that_are_not_finite_are_left_out(tmp_path):
     assert found["mean_abs_d"].values == pytest.approx([0.375])
     assert found["k3_positive"].values == pytest.approx([math.exp(-0.5) - 1 + 0.5])
     assert found["k3_negative"].values == pytest.approx([math.exp(0.25) - 1 - 0.25])
-    assert found["entropy"].values == pytest.approx([1.625])
+    assert found["entropy"].values == pytest.approx([(1.5 + 1.75 + 1.0) / 3])
     assert "estimated" in found["entropy"].source
 
 
@@ -325,6 +325,19 @@ def test_changes_are_found_on_the_series_own_scale_and_said_in_its_unit():
 )
 def test_what_does_not_scatter_does_not_change(values):
     assert change_points(series(values)) == []
+
+
+def test_a_mismatch_of_every_second_step_changes_at_some_steps():
+    draw, found = np.random.default_rng(2), 0
+    for _ in range(100):
+        usual = np.exp(draw.normal(-14, 0.4, 24))
+        found += bool(list(peaks_of(series(usual, "k3"))))
+        usual[9::2] *= 3000
+        assert change_points(series(usual, "k3")) == []
+        (change,) = peaks_of(series(usual, "k3"))
+        assert (change.step, change.kind) == (10, "peaks")
+    assert found <= 2
+    assert list(peaks_of(series(usual, "reward"))) == []
 
 
 def test_one_outlier_is_no_change():

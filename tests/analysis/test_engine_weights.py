@@ -13,6 +13,7 @@ from tim_trace.analysis.check.text import checked_text
 from tim_trace.analysis.engine_weights import engine_verdict, engine_versions, read_engine_verdict
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.views import open_database
+from tim_trace.analysis.weights import engine_weights_text
 from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.errors import InvalidOption, WeightsMissing
 from tim_trace.schemas.layout import ENGINE_WEIGHTS
@@ -209,6 +210,12 @@ def test_tensors_that_do_not_agree_have_a_row(tmp_path):
     assert all(f"{column}: " in legend[0] for column in table[0].split()[5:])
     assert "next" not in asked.stderr
     assert len(tim_trace("weights", trace, "--engine", "--csv").stdout.splitlines()) == 1 + num
+
+
+def test_the_legend_explains_every_column_but_the_first_two(tmp_path):
+    rows = weights(traced(tmp_path / "t", run_of(lambda v, t, of: None if v else of(v))), engine=True)
+    legend = engine_weights_text(rows, "tensor").split("\n\n")[-1]
+    assert all(name in legend for name in rows.columns[2:-1])
 
 
 def test_an_engine_of_which_no_tensor_agrees_has_no_line_of_those_that_do(tmp_path):

@@ -86,7 +86,8 @@ def test_the_fault_is_found_without_a_baseline(trace):
     assert (found.broken.side, found.broken.since) == ("engine", 91)
     text = str(found)
     assert re.match(
-        r"reward drops from 0\.\d+ to 0\.\d+ at step 90 \(95% CI 90-91\); mean_abs_d jumps \d+-fold at step 91\. ", text
+        r"mean_abs_d jumps \d+-fold at step 91, as reward drops from 0\.\d+ to 0\.\d+ after step 90 \(95% CI 90-91\)\. ",
+        text,
     )
     assert "one side's weights are quantised" in text
     assert "check finds: one side's weights are quantised" in attribution_text(found.attribution)

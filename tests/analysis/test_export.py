@@ -164,7 +164,9 @@ def test_an_offline_run_of_wandb_holds_every_number_and_the_settings(run, tmp_pa
 def test_a_library_that_is_missing_is_named(run, tmp_path, monkeypatch, library):
     for name in [library, *[name for name in sys.modules if name.startswith(f"{library}.")]]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(NotInstalled, match=rf"^{library} is not installed; pip install 'tim-trace\[{library}\]'$"):
+    with pytest.raises(
+        NotInstalled, match=rf"^{library} is not installed; pip install 'tim-trace\[{library}\]' or, in a clone, "
+    ):
         analysis.export_run(run, to=library, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -200,3 +202,17 @@ def test_files_in_a_folder_that_is_not_there_are_refused_and_no_folder_is_made(t
     assert (
         tim_trace("export", tmp_path / "run", "--to", "parquet", "-o", tmp_path / "out").code == 0
     )  # its own folder is made
+
+
+def test_policy_versions_survive_an_export_and_an_import(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in (1, 2):
+            batch = recorder.add_sequences(step=step, prompt_ids=[[1]], response_ids=[[2, 3]], policy_version=step - 1)
+            for name, version in (("rollout", step - 1), ("train", step)):
+                recorder.add_scores(name, batch, logprobs=[[-1.0, -2.0]], policy_version=version)
+    export_run(tmp_path / "run", to="parquet", output=tmp_path / "out")
+    import_parquet(tmp_path / "out", output=tmp_path / "again")
+    query = 'SELECT "pass", step, policy_version FROM scores ORDER BY ALL'
+    found = connect(tmp_path / "again").execute(query).fetchall()
+    assert found == connect(tmp_path / "run").execute(query).fetchall()
+    assert found[-1] == ("train", 2, 2)

@@ -15,7 +15,7 @@ from tim_trace.analysis.check.check import check
 from tim_trace.analysis.frameworks.framework import read_once
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS, framework_of
 from tim_trace.analysis.gate.condition import COUNTS, LARGEST, QUANTILES, SequenceColumns, metric_named, parse_condition
-from tim_trace.analysis.gate.gate import gate
+from tim_trace.analysis.gate.gate import gate, gated_text
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.statistics.intervals import NoInterval, jackknife, parts_of, unit
 from tim_trace.analysis.stats import stats
@@ -94,7 +94,7 @@ def test_a_summary_has_a_row_a_condition_and_is_added_to_what_is_there(tmp_path)
     text = (tmp_path / "summary.md").read_text()
     first, second = text.strip().split("\n\n### ")[0], text.count("### tim-trace gate")
     assert second == 2
-    assert first.splitlines()[0].endswith("a\\|b: 1 of 2 conditions failed")
+    assert first.splitlines()[0].endswith("a\\|b: FAILED: 1 of 2 conditions")
     failed, passed = ([cell.strip() for cell in line.split(" | ")] for line in text.splitlines()[4:6])
     assert failed[:3] == ["| tim.num_tokens>0", "**failed**", f"{found.verdicts[0].value:.6g}"]
     assert passed[1] == "passed"
@@ -661,3 +661,15 @@ def test_steps_of_nan_are_not_passed_over(tmp_path, over):
     assert "12 are NaN" in both.how
     (early,) = judged(tmp_path / "run", "tim.k3>1e-3 last 1 step")
     assert early.fails
+
+
+def test_the_first_line_counts_the_failures_and_no_reason_is_cut(tmp_path):
+    make_trace(tmp_path / "run")
+    conditions = ["tim.k3>1e-9", "tim.num_nan>0", "check"]
+    found = gate(tmp_path / "run", fail_on=conditions)
+    for width in (60, 80, None):
+        text = gated_text(found, width)
+        assert text.splitlines()[0] == f"FAILED: {sum(one.fails for one in found.verdicts)} of 3 conditions."
+        for one in found.verdicts:
+            assert " ".join(f"{one.condition}: {one.verdict}: {one.how}".split()) in " ".join(text.split())
+    assert gated_text(gate(tmp_path / "run", fail_on=conditions[1:2])).startswith("PASSED: 1 condition.")

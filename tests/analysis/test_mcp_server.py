@@ -241,5 +241,5 @@ def test_the_server_ends_with_its_input_and_names_what_is_missing(traces):
     assert done.code == 2
     assert (
         done.stderr
-        == "Error: version 2 of the mcp package is not installed; install it with: pip install 'tim-trace[mcp]'\n"
+        == "Error: version 2 of the mcp package is not installed; pip install 'tim-trace[mcp]' or, in a clone, '.[mcp]'\n"
     )

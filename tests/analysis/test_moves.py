@@ -10,11 +10,10 @@ import pytest
 from tim_trace.analysis.attribution import attribute as silent
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.attribution import Attribution, SupposedCause, Suspect
-from tim_trace.analysis.attribution.looks.engine import resets
 from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.text import attribution_text, verdict_sentence
 from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity, read_moves
-from tim_trace.analysis.facts.mismatch import RunMismatch, StillEngine, read_still_engine
+from tim_trace.analysis.facts.mismatch import StillEngine, read_still_engine
 from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.relations import ChangedResponses, explained_by_length, relation_by_step
 from tim_trace.analysis.facts.rollouts import RepeatedResponses, Rollouts, repeated_responses
@@ -396,7 +395,7 @@ def mismatched(size, *, usual=0.0, apart=0.01, at=30, **given):
     values = level(usual, size, at)
     return facts(
         rollouts=rollouts, series={"mean_abs_d": values},
-        mismatch=RunMismatch(size=size, first=0.0, settled=0.0, late=0.0), **given
+        mismatch=size, **given
     )  # fmt: skip
 
 
@@ -538,17 +537,6 @@ def test_an_opening_that_comes_often_tells_by_each_next_time():
         30,
     )
     assert found == StillEngine(num_pairs=8, still=0.5, of_trainer=0.0)
-
-
-# --- a mismatch that grows from nothing -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("later", "is_reset"), [(-1.0, True), (-1e-3, False)])
-def test_a_mismatch_that_falls_because_tokens_become_certain_was_not_reset(later, is_reset):
-    """It grows for 20 steps, and falls at step 41, with tokens of the logprob `later` from then on."""
-    mismatch = np.where(STEPS < 21, 1e-3, np.where(STEPS < 41, 1e-3 * 1.3 ** (STEPS - 20), 1e-4))
-    found = facts(series={"mean_abs_d": mismatch}, rollouts=rows(sampled=by_step(np.where(STEPS < 41, -1.0, later))))
-    assert [one.values["step"] for one in resets(found, FALL)] == [41] * is_reset
 
 
 # --- the same rewards in other rows -----------------------------------------------------------------------------------
@@ -758,7 +746,7 @@ def test_a_supposed_fall_has_its_onset_at_the_step():
         (29, 31),
         33,
     )
-    assert (found.fall.outcome, found.mismatch.size) == ("reward", 0.5)
+    assert (found.fall.outcome, found.mismatch) == ("reward", 0.5)
 
 
 # --- a fall beyond the noise of what was before it --------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_a_sign_that_the_clip_alone_gives_is_none(bias, free, code):
     sides = estimate(bias, min(bias * 0.5, bias * 1.5), max(bias * 0.5, bias * 1.5)), estimate(0.2), estimate(free)
     part = direction(*sides)
     assert part.code == code
-    assert ("the clip determines the direction" in sentence(part)) == code.endswith("opposed")
+    assert ("This comes from clipping" in sentence(part)) == code.endswith("opposed")
     assert direction(estimate(bias, -1.0, 1.0), *sides[1:]).code == "large_noise"
 
 
@@ -238,5 +238,5 @@ def test_how_k3_compounds_at_the_end(doubling, expected):
 def test_what_else_is_told():
     codes_, sentences = told(changes={"learning_rate": [change(9)]}, fall=FALL)
     assert codes_ == ["no_change", "fall", "planned_change"]
-    assert sentences[1].startswith("reward declines slowly from 0.8 to 0.3, starting at step 9 (95% CI 7-11)")
+    assert sentences[1].startswith("reward declines slowly from 0.8 to 0.3 after step 9 (95% CI 7-11)")
     assert sentences[2] == "The learning rate (a setting, not a measurement) changes at step 9."

@@ -217,7 +217,7 @@ def test_every_verb_names_one_onset(traces, name):
     assert (of_reward.step, of_reward.low, of_reward.high) == (fall.step, *fall.interval)
     assert moved.fall == subject.attribution.fall == diagnose(trace).attribution.fall == fall
     assert told["attribution"]["fall"]["step"] == fall.step
-    assert f"at step {fall.step} (95% CI {fall.interval[0]}-{fall.interval[1]})" in told["story"]
+    assert f"after step {fall.step} (95% CI {fall.interval[0]}-{fall.interval[1]})" in told["story"]
 
 
 @pytest.mark.slow

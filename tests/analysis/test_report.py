@@ -162,8 +162,8 @@ def test_an_effect_on_the_objective_is_called_what_its_numbers_say(push, interva
 @pytest.mark.parametrize(
     ("push", "interval", "free", "code", "short"),
     [
-        (0.144, (0.1, 0.2), -0.183, "opposed", "no clear direction"),
-        (0.0109, (0.008, 0.012), -0.0379, "opposed", "no clear direction"),
+        (0.144, (0.1, 0.2), -0.183, "opposed", "bias caused by clipping"),
+        (0.0109, (0.008, 0.012), -0.0379, "opposed", "bias caused by clipping"),
         (0.144, (0.1, 0.2), 0.183, "large_push", "large bias"),
         (0.0109, (-0.008, 0.012), -0.0379, "noise", "noise"),
     ],
@@ -215,7 +215,10 @@ def test_a_size_is_called_what_its_level_and_the_alarms_say(level, is_valid, sou
         size=SizeComparison(code=level, own=0.1, coarser="bfloat16", low=0.1, high=0.1),
         alarms=AlarmReadings(judged=raised if sounds else ()),
         checked=SimpleNamespace(
-            is_valid=is_valid, has_few_tokens=False, findings=(SimpleNamespace(title="rounding", code="rounding"),)
+            is_valid=is_valid,
+            is_compared=True,
+            has_few_tokens=False,
+            findings=(SimpleNamespace(title="rounding", code="rounding"),),
         ),
         unexplained_jump=None,
     )

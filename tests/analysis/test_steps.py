@@ -177,7 +177,7 @@ def test_a_collapse_after_the_selected_steps_is_named_and_not_the_answer(broken)
     fall = attribute(broken).fall
     found, diagnosed = attribute(broken, steps="1:20"), diagnose(broken, steps="1:20")
     assert (found.fall, found.later, diagnosed.attribution.later) == (None, fall, fall)
-    said = f"fter the selected steps, reward collapses starting at step {fall.step}"
+    said = f"fter the selected steps, reward collapses after step {fall.step}"
     assert said in str(found)
     assert said in str(diagnosed)
     assert said in str(dynamics(broken, steps="1:20"))

@@ -123,6 +123,28 @@ def test_a_replay_that_did_not_give_the_bits_back_is_told(tmp_path):
     assert not triangulate(make_trace(tmp_path / "broken", [[T, T]], [[R, R]], identity=[[T, R]])).identity_held
 
 
+def test_a_reference_that_reproduces_neither_side_attributes_nothing(tmp_path):
+    off = np.array([[0.5, -0.25], [0.25, 0.5]])  # the reference has other weights than both sides
+    found = triangulate(make_trace(tmp_path / "run", off, off + R, identity=np.zeros((2, 2))))
+    assert [side.share for side in found.sides] == [None, None]
+    assert triangulation_sentence(found).startswith(
+        "Cannot attribute the mismatch: the reference reproduces neither trainer nor engine (mean |error| 0.38 and 0.38 nats"
+    )
+    # An engine that agrees with the reference is no such case: the trainer computes something else.
+    found = triangulate(make_trace(tmp_path / "trainer", off, np.full((2, 2), R), identity=np.zeros((2, 2))))
+    assert triangulation_sentence(found).startswith("The trainer accounts for")
+    # Two sides that are wrong in different ways can be told apart.
+    other = np.array([[0.25, 0.5], [0.5, -0.25]])
+    found = triangulate(make_trace(tmp_path / "both", off, other, identity=np.zeros((2, 2))))
+    assert triangulation_sentence(found).startswith("Both sides account")
+
+
+def test_a_replay_that_differs_in_the_last_digits_says_by_how_much(tmp_path):
+    found = triangulate(make_trace(tmp_path / "run", [[T, T]], [[R, 2 * R]], identity=[[T, T + 2.0**-20]]))
+    assert (found.identity_held, found.identity_mean_abs_d) == (False, 2.0**-21)
+    assert "not bitwise: mean |d| is only 5e-07 nats, less than 1% of the mismatch" in str(found)
+
+
 def test_wrong_use_is_explained(tmp_path):
     trace = make_trace(tmp_path / "run", [[T]], [[R]])
     with pytest.raises(InvalidOption, match="use fp64 or fp32"):

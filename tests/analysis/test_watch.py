@@ -437,6 +437,7 @@ def test_a_view_names_the_alarms_the_steps_and_the_course(seen, width):
     assert "steps 20 (1 to 20)" in text
     assert f"WHOLE RUN steps 1 to {'20' if width > 40 else ''}" in flat
     assert BLOCKS[-1] in text
+    assert width < 80 or "reward_std_within_groups" in drawn(seen, width, 100)
 
 
 @pytest.mark.slow

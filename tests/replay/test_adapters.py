@@ -64,7 +64,7 @@ def gap(trace, pair):
 def test_replaying_as_recorded_gives_every_bit_back(kind, tmp_path):
     shutil.copytree(trained(kind).trace, tmp_path / "run")
     (row,) = by_arm(replay(tmp_path / "run", arm=["adapter=off"]))[:1]
-    assert (row.arm, row.share_equal, row.identity_held) == ("as-recorded", 1.0, 4)
+    assert (row.arm, row.share_equal, row.steps_reproduced) == ("as-recorded", 1.0, 4)
     assert gap(tmp_path / "run", "replay/adapter-off:reference") == 0.0
 
 

@@ -97,6 +97,12 @@ def test_an_arm_names_the_options_that_its_engine_ignores():
     assert Arm(engine="vllm", prefix_caching="on").unheard == ["prefix_caching"]
 
 
+@pytest.mark.parametrize("arm", ["weights-version=3", "temperature=0.9,top-k=5", "quantize=int8", "adapter=off"])
+def test_an_arm_that_changes_no_operator_is_nothing_for_locate(arm):
+    assert not parse_arm(arm).is_heard
+    assert parse_arm(f"{arm},attention=math").is_heard
+
+
 def test_cached_tokens_follow_from_the_mode():
     assert [Arm(mode=mode).cached_tokens for mode in ("prefill", "decode", "chunked:7")] == [None, 1, 7]
 

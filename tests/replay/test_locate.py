@@ -12,7 +12,7 @@ from located_runs import MODELS, OF_OTHER_CODE, recorded_once
 from runs import train
 from shared import rest_slow
 from tim_trace.analysis.locate import locate
-from tim_trace.analysis.locate_text import location_sentence, location_text
+from tim_trace.analysis.locate_text import location_sentence, location_text, next_command
 from tim_trace.analysis.location import location
 from tim_trace.replay.locate import bounds
 from tim_trace.replay.locate.bounds import Rounding
@@ -417,6 +417,22 @@ def test_a_tensor_of_another_version_is_named_with_it(traces):
         "weights", "model.layers.2.self_attn.k_norm", 1,
     )  # fmt: skip
     assert "version 1" in location_sentence(location(found))
+
+
+def test_a_temperature_is_said_to_act_after_the_operators(traces):
+    found = locate(traces("qwen3"), against="temperature=0.9")
+    assert found.first is None
+    assert "the mismatch arises after the logits (temperature, top-p or top-k)" in location_sentence(found)
+    assert "more than any other" not in location_sentence(found)
+    assert next_command(found) == "tim-trace diagnose RUN"
+
+
+def test_all_weights_of_another_version_are_one_difference(traces):
+    found = locate(traces("qwen3"), against="weights-version=1", patch="none")
+    assert len(found.weights) > 1
+    assert location_sentence(found).endswith(f"; {len(found.weights)} tensors are from version 1.")
+    assert str(found).count("from version 1") == 1
+    assert next_command(found) == "tim-trace diagnose RUN"
 
 
 def test_a_kernel_is_proved_by_putting_it_in(traces):

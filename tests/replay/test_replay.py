@@ -128,9 +128,8 @@ def test_when_bits_do_not_come_back_it_says_what_differs(trace):
     assert not result["identity_held"]
     assert result["differs"] == [f"versions.trl: recorded 1.15.9, now {version('trl')}"]
     assert (
-        "the recorded bits were not reproduced in 1 step (first: step 2), because settings, versions or hardware differ here"
-        in done.stderr
-    )
+        "because weights, tokens or settings are not those of the recorded pass" in done.stderr
+    )  # its temperature is not the recorded one
 
 
 @pytest.fixture(scope="module")
@@ -242,8 +241,9 @@ def test_double_precision_does_not_depend_on_the_batch():
     assert np.abs(single - single_alone).max() > 1e-13
 
 
-def record_a_loop(path, off=0.0, policy_version=None):
-    """A loop of one's own: a model, its logprobs by a plain forward of one row, and its weights."""
+def record_a_loop(path, off=0.0, policy_version=None, num_versions=1):
+    """A loop of one's own: a model, its logprobs by a plain forward of one row, and its weights. Version 0 gives the
+    logprobs, the weights of every later version are 1.5 times those before."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -262,7 +262,8 @@ def record_a_loop(path, off=0.0, policy_version=None):
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         recorder.describe(model={"class": name, "config": config.to_dict()})
         recorder.add_contract("train", {"engine": "mine", "dtype": "float32"})
-        recorder.add_weights(0, model.state_dict())
+        for version in range(num_versions):
+            recorder.add_weights(version, {name: value * 1.5**version for name, value in model.state_dict().items()})
         batch = recorder.add_sequences(step=1, prompt_ids=prompts, response_ids=responses, policy_version=0)
         recorder.add_scores("train", batch, logprobs=logprobs, policy_version=policy_version)
 
@@ -293,6 +294,32 @@ def test_a_version_that_a_pass_named_is_not_assumed(tmp_path):
     assert assumed_versions(RecordedRun(str(tmp_path / "run")).step(1)) == []
     (identity,) = replay(tmp_path / "run")
     assert not any("policy version" in reason for reason in identity.differs)
+
+
+def test_a_pass_recorded_with_the_next_version_is_not_taken_for_rounding(tmp_path):
+    record_a_loop(tmp_path / "run", policy_version=1, num_versions=3)
+    (identity,) = replay(tmp_path / "run")
+    assert (identity.not_held, identity.fitting_version) == ("other-inputs", 0)
+    done = tim_trace("replay", tmp_path / "run", "--force")
+    assert "--weights-version 0 reproduces it, so the recorded policy_version is wrong" in done.stderr
+    assert "settings, versions or hardware differ here" not in done.stderr
+
+
+def test_logprobs_that_no_near_version_gives_are_said_to_have_other_inputs(tmp_path):
+    record_a_loop(tmp_path / "run", off=0.5, policy_version=1, num_versions=2)
+    done = tim_trace("replay", tmp_path / "run")
+    assert (
+        "The nearest versions' weights do not reproduce it; try --weights-version N or --temperature T" in done.stderr
+    )
+
+
+def test_a_replay_within_rounding_says_how_far_it_is(tmp_path):
+    record_a_loop(tmp_path / "run", off=1e-5, policy_version=0, num_versions=2)
+    (identity,) = replay(tmp_path / "run")
+    assert (identity.not_held, identity.fitting_version) == ("conditions", None)
+    done = tim_trace("replay", tmp_path / "run", "--force")
+    assert "mean |d| 1e-05, largest 1e-05 nats), because settings" in done.stderr
+    assert "Every arm's difference from `train` includes this one" in done.stderr
 
 
 FACTORY = """
@@ -616,7 +643,7 @@ def test_the_command_prints_a_row_an_arm_and_what_comes_next(trace):
     assert done.code == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == [
-        "arm", "num_steps", "num_tokens", "share_equal", "mean_abs_d", "max_abs_d", "identity_held",
+        "arm", "num_steps", "num_tokens", "share_equal", "mean_abs_d", "max_abs_d", "steps_reproduced",
     ]  # fmt: skip
     assert [line.split()[0] for line in lines[2:]] == ["as-recorded", "bf16"]
     assert "--pair replay/bf16:train" in done.stderr

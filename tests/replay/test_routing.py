@@ -132,7 +132,7 @@ def test_forced_routers_choose_what_was_recorded_under_every_change(change, arms
     )
     tokens = rows(trace, "SELECT 2 * sum(num_prompt_tokens + num_response_tokens) FROM sequences")[0][0]
     assert rows(trace, query) == [(1.0, 1.0, tokens)]
-    assert results[name].identity_held == results[name].num_steps
+    assert results[name].steps_reproduced == results[name].num_steps
 
 
 @pytest.mark.slow

@@ -10,7 +10,10 @@ def test_standard_passes_replays_and_declared_ones_are_known():
 
 
 def test_an_unknown_pass_names_the_known_ones_and_the_way_to_add_it():
-    with pytest.raises(InvalidRecord, match=r"'trian' is unknown. Use one of rollout, train.*add_contract\('trian'"):
+    with pytest.raises(
+        InvalidRecord,
+        match=r"'trian' is unknown; did you mean 'train'\? Use one of rollout, train.*add_contract\('trian'",
+    ):
         check_pass("trian")
 
 

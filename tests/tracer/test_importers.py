@@ -681,3 +681,21 @@ def test_passes_that_have_some_rows_have_the_versions_of_these(tmp_path):
     assert connect(tmp_path / "run").execute(query).fetchall() == [("1", 1), ("3", 3)]
     query = "SELECT count(policy_version) FROM scores WHERE pass = 'train'"
     assert connect(tmp_path / "run").execute(query).fetchall() == [(0,)]  # nobody said which weights these were
+
+
+def test_an_ignored_column_that_looks_like_a_missing_pass_is_named(tmp_path):
+    rows = [
+        {"gen_logprobs" if name == "rollout_logprobs" else name: value for name, value in row.items()}
+        for row in rows_of()
+    ]
+    write_json(tmp_path / "dump.jsonl", rows)
+    done = tim_trace("import", "parquet", tmp_path / "dump.jsonl", "-o", tmp_path / "run")
+    assert done.code == 0
+    assert "no rollout pass: if gen_logprobs" in done.stderr
+    assert "--map gen_logprobs=rollout_logprobs --force" in done.stderr
+    again = ("import", "parquet", tmp_path / "dump.jsonl", "-o", tmp_path / "run", "--force", "--map")
+    done = tim_trace(*again, "gen_logprobs=rollout_logprob")
+    assert done.stderr.endswith("cannot be mapped to 'rollout_logprob'. Did you mean 'rollout_logprobs'?\n")
+    done = tim_trace(*again, "gen_logprobs=rollout_logprobs")
+    assert done.code == 0
+    assert "no rollout pass" not in done.stderr

@@ -489,3 +489,42 @@ def test_sequences_without_ids_of_their_own_are_named_by_their_row(tmp_path):
             recorder.add_scores("train", batch, logprobs=[[-1.0], [-1.0]])
         with pytest.raises(InvalidRecord, match=r"step 1, row 1: pass 'train' has logprob 0\.5"):
             recorder.add_scores("train", batch, rows=[1], logprobs=[[-1.0, 0.5]])
+
+
+def contracts_of(path):
+    query = 'SELECT "pass", contract_json FROM passes ORDER BY ALL'
+    return {name: json.loads(text) for name, text in connect(path).execute(query).fetchall()}
+
+
+def test_a_short_dtype_is_recorded_as_torch_names_it_and_a_misspelt_setting_warns_once(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_contract("train", {"dtype": "bf16"})
+        recorder.add_contract("reference", {"dtype": "float16", "scale": 2})
+        with pytest.warns(TimTraceWarning, match="'rollout': did you mean 'dtype' by 'dtyp'"):
+            recorder.add_contract("rollout", {"dtyp": "bf16"})
+        recorder.add_contract("rollout", {"dtyp": "fp16"})
+        batch = recorder.add_sequences(step=1, response_ids=[[1]])
+        for name in ("train", "reference"):
+            recorder.add_scores(name, batch, logprobs=[[-1.0]])
+    found = contracts_of(tmp_path / "run")
+    assert found["train"] == {"dtype": "bfloat16"}
+    assert found["reference"] == {"dtype": "float16", "scale": 2}
+
+
+def test_a_batch_that_is_added_twice_warns_and_is_recorded(tmp_path):
+    rows = {"prompt_ids": [[1, 2], [3]], "response_ids": [[4, 5], [6]]}
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_sequences(step=1, **rows)
+        recorder.add_sequences(step=1, **rows | {"response_ids": [[4, 5], [7]]})
+        recorder.add_sequences(step=2, **rows)
+        with pytest.warns(TimTraceWarning, match="step 2: this batch is identical to the one before"):
+            recorder.add_sequences(step=2, **rows)
+    assert connect(tmp_path / "run").execute("SELECT count(*) FROM sequences").fetchall() == [(8,)]
+
+
+@pytest.mark.parametrize(("name", "near"), [("Rollout", "rollout"), ("trainer", "train"), ("curent", "current")])
+def test_a_misspelt_pass_gets_the_pass_that_may_be_meant(tmp_path, name, near):
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(step=1, response_ids=[[1]])
+        with pytest.raises(InvalidRecord, match=f"pass '{name}' is unknown; did you mean '{near}'"):
+            recorder.add_scores(name, batch, logprobs=[[-1.0]])

@@ -117,4 +117,4 @@ def check_mismatch(run):
 def test_a_replay_gives_back_every_bit(arguments, tmp_path):
     copy = shutil.copytree(tools(*arguments).trace, tmp_path / "run")
     (arm,) = by_arm(replay(copy))
-    assert (arm.identity_held, arm.share_equal, arm.max_abs_d) == (2, 1.0, 0.0)
+    assert (arm.steps_reproduced, arm.share_equal, arm.max_abs_d) == (2, 1.0, 0.0)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from ...schemas.documents import PACKED_ROWS, Contract, plain
+from ...schemas.documents import DTYPES, PACKED_ROWS, Contract, plain
 from ...schemas.loss import PPO, SEQUENCE_MEAN, TOKEN, Loss
 from .. import environment
 from ..weights.identity import class_path, described, dtypes
@@ -20,8 +20,6 @@ _ENGINE = (
 
 FSDP = ("fsdp", "fsdp2")
 """verl's strategies that use FSDP, which casts parameters to the forward pass's dtype."""
-
-_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -40,7 +38,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     cast = parameters = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
     if is_fsdp and cast == "None":  # verl 0.7 autocasts to bfloat16 even if parameters are cast to another dtype
         precision = (getattr(settings, "mixed_precision", None) or {}).get("param_dtype", "bf16")
-        cast, parameters = "bfloat16", _PRECISIONS.get(precision, precision)
+        cast, parameters = "bfloat16", DTYPES.get(precision, precision)
     casts = {"parameters_dtype": parameters} if is_fsdp else {}
     autocast = None if cast in ("None", "float32") else cast  # verl does not use autocast in these cases
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.checksums import SealedFile
-from ...schemas.errors import DamagedTrace, ImportFailed, TraceNotFound
+from ...schemas.errors import DamagedTrace, ImportFailed, TraceNotFound, option
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
@@ -247,7 +247,7 @@ class _Before:
         if found != options:
             raise ImportFailed(
                 f"{output} was imported with {_shown_options(found)}, but this import has "
-                f"{_shown_options(options)}. Pass the same options, or choose another folder"
+                f"{_shown_options(options)}. Pass the same options, choose another folder, or replace the trace with {option('force')}"
             )
         # A file that grew between imports has one entry per import. Sort by size, so that `dict` keeps the longest.
         known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)

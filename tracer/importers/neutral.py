@@ -11,8 +11,8 @@ from itertools import chain
 import fsspec
 import pyarrow.parquet as pq
 
-from ...schemas.errors import ImportFailed
-from ...schemas.passes import ROLLOUT
+from ...schemas.errors import ImportFailed, option
+from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import file_system
@@ -79,6 +79,13 @@ def import_parquet(
         rows.check_any()
         for batch in source.rows(source.metrics_files, METRIC_KINDS):
             rows.add_metrics(batch)
+    lacking = [name for name in (ROLLOUT, TRAIN) if name not in rows.result.passes]
+    spare = [name for name in every if name not in there and "logp" in name.replace("_", "").lower()]
+    rows.result.notes += tuple(
+        f"no {name} pass: if {shown_name(theirs)}, which was ignored, holds its logprobs, import again with "
+        f"{option('map', f'{theirs}={name}{LOGPROBS}')} {option('force')}"
+        for name, theirs in zip(lacking, spare, strict=False)
+    )
     rows.result.ignored_columns = (*(name for name in every if name not in there), *rows.result.ignored_columns)
     return rows.result
 

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ _OPTIONAL = {name for name, column in ARRAYS.items() if column.null}
 
 
 def cannot_map(theirs: str, ours: str, reason: str) -> ImportFailed:
+    near = [] if ours in KNOWN else get_close_matches(ours, KNOWN, 1, 0.8)
+    reason = f"Did you mean {near[0]!r}?" if near else reason
     return ImportFailed(f"{theirs!r} cannot be mapped to {ours!r}. {reason}", option="map")
 
 

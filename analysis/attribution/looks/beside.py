@@ -7,7 +7,7 @@ import numpy as np
 
 from ...facts import thresholds as t
 from ...facts.series import shared_values
-from ...facts.two_runs import rates_differ
+from ...facts.two_runs import values_differ
 from ..divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
@@ -58,14 +58,14 @@ def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fa
         return shared_values(facts.series[name], control.series[name]) if both else (np.empty(0),) * 3
 
     if facts.mismatch is not None and control.mismatch is not None:
-        run, other = facts.mismatch.size, control.mismatch.size
+        run, other = facts.mismatch, control.mismatch
         steps, of_run, of_control = shared("mean_abs_d")
         until = steps <= (math.inf if parted is None else parted.step) + t.AHEAD
         level = max(of_ratio(run, other, 30.0), 0.0) * weighs(facts)
         early = (of_run > 3 * of_control)[until].any()
         yield fact("mismatch", level, "" if early else "later", run=run, control=other)
     steps, of_run, of_control = shared("learning_rate")
-    differs = np.flatnonzero(rates_differ(of_run, of_control))
+    differs = np.flatnonzero(values_differ(of_run, of_control))
     if len(differs):
         at = int(differs[0])
         ratios = [abs(of_ratio(float(of_run[one]), float(of_control[one]), 10.0)) for one in differs]

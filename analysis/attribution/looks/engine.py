@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from ...facts import thresholds as t
 from ...facts.recorded import AFTER, BEFORE, WITH, order_beside
-from ...facts.relations import correlation
 from ...facts.series import Fall
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
@@ -15,43 +13,16 @@ from ..run_facts import Facts
 _USUAL = 0.02
 """Mean |d| (nats) that gives the mismatch half its full weight. Healthy bf16 runs show 0.002 to 0.01."""
 _FEWEST = 2
-_GROWS_FOR, _RESETS_BY = 4, 5.0
-"""Minimum number of steps over which a mismatch grows before new weights reset it, and minimum factor by which it then drops."""
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
 
 def weighs(facts: Facts) -> float:
-    return 0.0 if facts.mismatch is None else facts.mismatch.size / (facts.mismatch.size + _USUAL)
+    return 0.0 if facts.mismatch is None else facts.mismatch / (facts.mismatch + _USUAL)
 
 
 def size(facts: Facts, _: Fall) -> Iterator[Fact]:
     if (run := facts.mismatch) is not None:
-        yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
-
-
-def resets(facts: Facts, _: Fall) -> Iterator[Fact]:
-    """Report whether the mismatch grows over several steps and then falls to rounding at once, as when an engine that
-    was behind gets new weights, while the tokens stay as unlikely as before."""
-    values = facts.values("mean_abs_d")
-    known = np.flatnonzero(np.isfinite(values) & (values > 0))
-    steps, values, first = facts.steps[known], values[known], 0
-    sampled = dict(zip(*facts.rollouts.by_step(facts.rollouts.sampled), strict=True))
-    relative = values / np.maximum([-sampled.get(step, math.nan) for step in steps], 1e-12)
-    found: list[tuple[int, float, float]] = []
-    for at in range(1, len(values)):
-        if at - first < _GROWS_FOR or values[at] > values[at - 2 : at].min() / _RESETS_BY:
-            continue
-        if relative[at] > relative[at - 2 : at].min() / _RESETS_BY:
-            continue  # the mismatch shrank because the tokens became more likely
-        before = np.log(values[first:at])
-        high = float(np.median(values[max(at - 3, first) : at]))
-        grows = correlation(before, np.arange(len(before))) > 0.7 and high > _RESETS_BY * values[first] > values[at]
-        if grows and high > _USUAL / 4:
-            found.append((int(steps[at]), high, float(values[at])))
-        first = at
-    if found:
-        step, high, low = max(found, key=lambda each: each[1] / each[2])
-        yield fact("mismatch_resets", high / (high + _USUAL), step=step, from_value=high, to_value=low, num=len(found))
+        yield fact("mismatch_size", of_ratio(run, _USUAL, 30.0), mean_abs_d=run)
 
 
 def rise(facts: Facts, fall: Fall) -> Iterator[Fact]:
@@ -104,15 +75,14 @@ def age(facts: Facts, _: Fall) -> Iterator[Fact]:
     elif still is not None:
         yield fact("engine_moves_on", (1 - still.still) * weighs(facts), **still.values)
     if earlier is not None and earlier.explains:
-        of_one = "earlier_weights_at_distance" if earlier.is_distance else "earlier_weights_of_step"
-        code = of_one if earlier.is_one else "earlier_weights_of_several_steps"
+        code = "earlier_weights_at_distance" if earlier.is_distance else "earlier_weights_of_step"
         yield fact(code, weighs(facts), "", "earlier_weights", **earlier.values)
 
 
 def lag(facts: Facts, _: Fall) -> Iterator[Fact]:
     """Report how many updates the engine lags behind the trainer. A constant lag is normal in asynchronous training."""
     at_fall, usual = declared_lag(facts)
-    values = {"lag": at_fall, "mean_abs_d": facts.mismatch.size if facts.mismatch else 0.0}
+    values = {"lag": at_fall, "mean_abs_d": facts.mismatch or 0.0}
     recorded = facts.values("version_lag")
     if np.isfinite(recorded).any() and not np.nan_to_num(recorded).any():
         yield fact("declared_fresh", 1.0)
@@ -169,4 +139,4 @@ def is_farther_behind(facts: Facts, control: Facts) -> bool:
     return of_run >= max(of_control + 1, t.LAG_GROWS * of_control)
 
 
-ALL = (size, resets, rise, check, age, lag, unsampled)
+ALL = (size, rise, check, age, lag, unsampled)

@@ -26,14 +26,6 @@ from ..run_facts import Facts
 from ..settings import suspect_of
 
 _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
-_FEWEST = 12
-"""Minimum number of steps for a fit: three per coefficient."""
-_MOST_LEFT = 0.1
-"""If the terms leave more than this share of the logged loss's variance unexplained, no change is reported."""
-_LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
-"""Fractions of the loss's variance added to both residuals in a comparison of fits, because a logged term may cover
-other tokens or be computed after updates. The first applies to constant coefficients, the second to a changing
-constant."""
 _OF_UPDATES = """
 SELECT step, mean_in_order(by_token, iteration) AS by_token, mean_in_order(by_sequence, iteration) AS by_sequence, mean_in_order(sums, iteration) AS sums
 FROM (
@@ -109,60 +101,6 @@ def _choices(names: np.ndarray, usable: np.ndarray) -> Iterator[list[int]]:
     for chosen in product(*of_name):
         if places := [int(place) for place in chosen if place is not None]:
             yield places
-
-
-def loss_terms(facts: Facts, fall: Fall) -> Iterator[Fact]:
-    """Yield the loss term whose coefficient changes.
-
-    The logged loss is fitted as a weighted sum of the recorded terms, in which the coefficient of one term may change
-    once. The term and the step that give the best fit are reported.
-    """
-    steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
-    last = int(np.searchsorted(steps, fall.latest, side="right"))
-    places = np.arange(_FEWEST, min(last, len(steps) - _FEWEST))
-    choices = [*_choices(names, np.ones(len(names), bool))]
-    if not len(places) or not choices:
-        return
-    fits = [_changed(columns_SF[:, chosen], loss, places) for chosen in choices]
-    spread, best = float(np.sum((loss - loss.mean()) ** 2)), min(range(len(fits)), key=lambda place: fits[place][0])
-    left, term, at, _, _ = fits[best]
-    constant, shifted = (min(each) for each in [*zip(*fits, strict=True)][3:])
-    if left < _MOST_LEFT * spread:
-        name = str(names[choices[best][term]])
-        # The change is weak evidence if the loss can be fitted nearly as well without it, or with a change in the
-        # constant instead.
-        others = (_LEAST_LEFT, constant), (_LEAST_BESIDE, max(shifted, left))
-        level = math.prod(1 - math.sqrt((left + least * spread) / (other + least * spread)) for least, other in others)
-        yield fact("loss_term_changes", level, name, term=name, step=int(steps[places[at]]))
-
-
-def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tuple[float, int, int, float, float]:
-    """Fit `loss` [S] with a constant and the columns, letting one coefficient change at one of the rows `places`.
-
-    Return the residual of the best fit, the column whose coefficient changes, the index in `places` of the change, the
-    residual with constant coefficients, and the smallest residual if only the constant changes. A residual is a sum of
-    squares per degree of freedom, times S.
-    """
-    columns_SF = np.column_stack([columns_SF / np.abs(columns_SF).max(0), np.ones(len(loss))])
-    basis_SK, sizes_K, _ = np.linalg.svd(columns_SF, full_matrices=False)
-    basis_SK = basis_SK[:, sizes_K > 1e-6 * sizes_K[0]]
-    rest = loss - basis_SK @ (basis_SK.T @ loss)
-
-    def since(values: np.ndarray) -> np.ndarray:
-        """Return, for each of `places`, the sum of `values` from that row to the last."""
-        return np.asarray(np.cumsum(values[::-1], 0)[::-1][places])
-
-    constant, left_FP = float(rest @ rest), []
-    for column in columns_SF.T:
-        total = since(column**2)
-        new = total - np.sum(since(basis_SK * column[:, None]) ** 2, 1)  # the part constant coefficients cannot fit
-        gain = np.divide(since(column * rest) ** 2, new, out=np.zeros(len(places)), where=new > 1e-9 * total)
-        left_FP.append(np.maximum(constant - gain, 0.0))
-    term, at = np.unravel_index(np.argmin(left_FP[:-1]), np.shape(left_FP[:-1]))
-    free, own = len(loss) / (len(loss) - basis_SK.shape[1]), len(loss) / (len(loss) - basis_SK.shape[1] - 2)
-    return (
-        own * float(left_FP[term][at]), int(term), int(at), free * constant, own * float(np.min(left_FP[-1])),
-    )  # fmt: skip
 
 
 _SIGNS = {"reference": 1.0, "entropy": -1.0}
@@ -263,4 +201,4 @@ def _fitted(
     return left, list(zip(chosen, (slopes / scales).tolist(), (np.abs(slopes) / errors).tolist(), strict=True))
 
 
-ALL = (loss_terms, coefficients)
+ALL = (coefficients,)

@@ -10,7 +10,7 @@ from ...check.finding import DataFinding
 from ...facts import thresholds as t
 from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.recorded import AFTER, GIVEN, order_beside
-from ...facts.relations import explained_by_length_since, new_reward_values, relation
+from ...facts.relations import relation
 from ...facts.rollouts import other_endings, unequal_in_step
 from ...facts.series import FLAT, MISMATCH, Fall
 from ...statement import Measured
@@ -88,14 +88,6 @@ def changed(facts: Facts, _: Fall) -> Iterator[Fact]:
         yield fact("length_pays_since", abs(by_length), correlation=by_length, **values)
     else:
         yield fact("rewards_changed", math.sqrt(found.share), **found.values)
-
-
-def new_values(facts: Facts, fall: Fall) -> Iterator[Fact]:
-    """Report whether rewards suddenly take values that never occurred before."""
-    step, before, share = new_reward_values(facts.rollouts, fall.latest)
-    if share > before:
-        level = (share - before) * nearness(facts, step)
-        yield fact("rewards_take_new_values", level, step=step, before_share=before, share=share)
 
 
 def alone(facts: Facts, _: Fall) -> Iterator[Fact]:
@@ -210,13 +202,6 @@ def length(facts: Facts, fall: Fall) -> Iterator[Fact]:
         level = paid * of_ratio(far.after, changes[0].before, 3.0)
         values = {"before": changes[0].before, "after": far.after, "step": changes[0].step}
         yield fact("length_pays" if paid > 0 else "length_costs", level, "moves", correlation=paid, **values)
-    found = explained_by_length_since(facts.rollouts, fall.latest)
-    if found is not None:
-        at, before, share = found
-        if at > facts.steps[0]:
-            yield fact("length_explains_rewards", share - before, step=at, before_share=before, share=share)
-        else:  # by design, length may explain some of the rewards' variance, but hardly more than half
-            yield fact("length_explains_first_rewards", max(2 * share - 1, 0.0), share=share)
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
@@ -248,7 +233,7 @@ def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
     last = min(int(np.searchsorted(steps, fall.latest, "right")), len(steps) - 2)
     if first < 3 or last <= first:
         return
-    gradient, rows = facts.moves.step("grad_norm"), facts.rollouts
+    rows = facts.rollouts
     shares = {
         "endings_change": other_endings(rows, before),
         "stop_ignored": rows.by_step(rows.goes_on.astype(float)),
@@ -262,11 +247,8 @@ def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
         step, level = int(steps[first + at]), max(float(jumps.max()), 0.0)
         if code != "never_ended":  # a policy that breaks down forgets some of its end tokens, too
             level = math.sqrt(level)
-        # If the gradient norm changed earlier, the policy itself may have learned to end responses differently. The
-        # model weighs such a change separately.
-        is_own = code == "endings_change" and gradient is not None and gradient < step
         values = {"step": step, "share": float(share[first + at]), "before_share": float(usual[at])}
-        yield fact(code, level * nearness(facts, step), "policy" if is_own else "", **values)
+        yield fact(code, level * nearness(facts, step), **values)
 
 
 @strongest
@@ -287,6 +269,6 @@ def capped(facts: Facts, fall: Fall) -> Iterator[Fact]:
 
 
 ALL = (
-    data_faults, repeats, in_other_rows, changed, new_values, alone, hidden, starts, advantages, sizes, length, prompts,
+    data_faults, repeats, in_other_rows, changed, alone, hidden, starts, advantages, sizes, length, prompts,
     endings, capped,
 )  # fmt: skip

@@ -32,6 +32,8 @@ def evidence_text(finding: Finding) -> str:
         text += f"; second most probable ({numbers['rival_probability']:.0%}): {kinds.TITLES[str(numbers['rival'])]}"
     if "replays" in numbers:
         text += f"; if the trainer replays the engine's expert choices ({numbers['replays']}), they may belong to other tokens"
+    if "lagging" in numbers:
+        text += f"; {numbers['lagging']:,} sequences have policy versions that differ by {numbers['versions_apart']}, so either an update changes less than rounding, or a recorded version is wrong"
     if "since_step" in numbers:
         text += f"; all affected tokens are at step {numbers['since_step']} or later"
     if "in_steps" in numbers:

@@ -14,6 +14,7 @@ import numpy as np
 from ....schemas.documents import Contract
 from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ...advice import NOTHING, Advice
+from ...rows import counted
 from ...trace.ragged import centred
 from .. import commands, features
 from ..finding import BY_VERSION, SIDES, Fault, Finding, Hypothesis, Number, explained, located, max_flip, predicting
@@ -37,7 +38,7 @@ from ..pair_data import (
     precisions,
 )
 from ..where import Where, later_turn, onset_of, where_text
-from .sampling import PENALTY
+from .sampling import PENALTY, recorded_penalty
 from .values import UNRELATED
 
 # --- Weights that differ, as recorded or inferred from a mismatch that grows with updates
@@ -75,18 +76,22 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 WEIGHTS = Fault(code="weights_differ", title="the weights differ: stale, partly synchronised, without the adapter, or quantised", broken="engine", evidence={
     "engine_weights": "{what_text}; according to the digests, this is the case for {num_tensors:,} of {of_tensors:,} tensors at version {trainer_version}, and for at least one tensor at {num_versions:,} of {of_versions:,} versions, first at version {first_version}",
-    "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of {of_sequences:,} sequences with weights that are {updates_behind} optimizer update(s) behind the other side's",
-    "stopped": "according to the recorded policy versions, {side} has kept version {version} since step {since}, while {other} has moved on to version {latest}, although it was at most {before} update(s) behind at earlier steps",
+    "policy_versions": "according to the recorded policy versions, {side} scored {num_sequences:,} of {of_sequences:,} sequences with weights that are {updates} behind the other side's",
+    "stopped": "according to the recorded policy versions, {side} has kept version {version} since step {since}, while {other} has moved on to version {latest}, although it was at most {updates} behind at earlier steps",
     "contract": "only {side}'s contract sets {setting} to {value}",
     "one_adapter": "only {side} has an adapter, and " + features.SIZE,
     "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them, so the mismatch grew with the updates",
     "grows": "the mismatch grows from step to step although both sides record the same policy version: the logits differ by about {first:.2g} nats at step {first_step} and {later:.2g} at step {last_step}, {ratio:.3g} times as much relative to their spread, although rounding grows only with the logits, and the mean logprob is about the same",
     "follows_advantages": "each sequence's mismatch correlates with its own advantage ({correlation:.2f} over {num_sequences:,} sequences): {side} was scored with weights already updated on this batch",
     "reference": "{side}'s logprobs are {part:.0%} of the way from {other}'s to the reference's at {num_steps:,} of {of_steps:,} steps ({span_text}), which accounts for {weight:.0%} of the mismatch there",
+    "same_weights": "{one}'s logits equal those of {other} {ago} earlier: over {num_tokens:,} tokens that occur again with the same prefix, the two differ by {apart:.2g} nats (median), but by {own:.2g} at the same step",
     "frozen": "from step {since} on, {side} gives the same tokens in the same context the same logprobs at every step (they differ by {own:.2g} nats rms in the logit over {num_tokens:,} repeated tokens), while {other}'s change by {moved:.2g} nats",
     "follows": "when {other}'s logprobs of the same tokens in the same context change from step to step, {side}'s change the same way, but only {part:.0%} as far (over {num_tokens:,} repeated tokens)",
     "judged": features.judged("a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different version; a policy version recorded before the engine loaded its weights; a key-value cache from before a sync or sleep; or trainer logprobs from the reference model or from after the update"),
 }, words={
+    "policy_versions": lambda n: {"updates": counted(n["updates_behind"], "optimizer update")},
+    "stopped": lambda n: {"updates": counted(n["before"], "update")},
+    "same_weights": lambda n: {"ago": counted(n["lag"], "step")},
     "engine_weights": _tensor, "one_adapter": features.judged_words, "judged": features.judged_words,
     "reference": lambda n: {"span_text": f"from {n['first_step']} to {n['last_step']}" if n["num_steps"] > 1 else f"step {n['first_step']}"},
 }, causes={
@@ -109,8 +114,9 @@ def find_versions(data: PairData) -> list[Finding]:
     if not inside.any() or features.wrong_versions(data):
         return []
     fresh = data.within(~inside)
-    if fresh.num_kept >= FEW_TOKENS and level(fresh) > max(allowed_noise(fresh), level(data.within(inside)) / 2):
-        return []  # the mismatch is about as large where both sides used the same policy version
+    usual = level(fresh) if fresh.num_kept >= FEW_TOKENS else allowed_noise(data) / 2
+    if level(data.within(inside)) < 2 * usual:
+        return []  # the mismatch is about as large as where both sides used the same policy version, or as rounding
     lag = int(np.median(data.updates_behind[np.unique(data.seq[inside])]))
     numbers = features.counts(data, inside) | {"cause": "stale_weights", "side": data.names["b" if lag > 0 else "a"]}
     numbers |= {"of_sequences": data.sample.num_sequences, "updates_behind": abs(lag)}
@@ -234,6 +240,22 @@ def find_reference(data: PairData) -> list[Hypothesis]:
     finding = WEIGHTS.finding(data, "reference", at, weight=weight, next=commands.weights_replay(data), numbers=numbers)
     # A formula of the values themselves, such as a temperature, is simpler than other weights.
     return [replace(predicting(data, finding, residual, 8.0, at), rank=3)]
+
+
+def find_same_weights(data: PairData) -> list[Finding]:
+    """Detect that one side's weights are those of the other side some steps earlier, from tokens that occur again."""
+    if (found := features.same_weights(data)) is None:
+        return []
+    # If the passes agree at the first step, before any update, one of them has not received the updates. Otherwise, the other
+    # was scored after the update.
+    is_behind = features.growth(data).first < allowed_noise(data)
+    behind, other = (data.names[side] for side in ("ba" if found.lag > 0 else "ab"))
+    side = behind if is_behind else other
+    numbers: dict[str, Number] = {"cause": "stale_weights" if is_behind else "after_update", "side": side}
+    numbers |= {"one": behind, "other": other, "lag": abs(found.lag), "num_tokens": found.tokens}
+    numbers |= {"apart": found.apart, "own": found.own}
+    next, broken = commands.weights_replay(data), SIDES.get(side, "computation")
+    return [WEIGHTS.finding(data, "same_weights", weight=0.9, next=next, broken=broken, numbers=numbers)]
 
 
 def find_frozen(data: PairData) -> list[Finding]:
@@ -371,7 +393,7 @@ MAX_NAMED = 20
 COMPUTATION = Fault(code="computation_differs", title="one side's model differs throughout", broken="computation", evidence={
     "equal_weights": f"the engine sampled with the trainer's weights (all tensor digests agree), but {features.SIZE}",
     "judged": features.judged("quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft cap, expert or precision"),
-    "setting": "the recorded model config has {settings}, which one side may ignore, compute differently, or load the wrong weights for. " + features.SIZE_AND_PLACE,
+    "setting": "the recorded settings include {settings}, which one side may ignore, compute differently, or load the wrong weights for. " + features.SIZE_AND_PLACE,
 }, words=dict.fromkeys(("equal_weights", "judged", "setting"), features.judged_words), causes={
     "since": "one side's model or numerics changed during the run",
     "setting": "one side's model differs, possibly in a part that a recorded setting controls",
@@ -477,13 +499,13 @@ def find_parts(data: PairData) -> list[Hypothesis]:
     if (later[1:] > later[:-1])[begins].mean() > 0.5:
         return []  # the turns say more
     steps = data.sample.steps[data.seq]
-    begins_later = inside[steps == steps.min()].mean() <= inside.mean() / 5
-    if begins_later:
+    is_of_weights = inside[steps == steps.min()].mean() <= inside.mean() / 5 and abs(features.along_movement(data)) > 4
+    if is_of_weights:
         numbers["cause"] = "older" if are_first else "newer"
     else:
         numbers["cause"] = "beginnings" if are_first else "ends"
     finding = ONSET.finding(data, "in_rows", inside, next=commands.far_tokens(data), numbers=numbers)
-    return [located(data, replace(finding, side="recording") if begins_later else finding, inside, cost)]
+    return [located(data, replace(finding, side="recording") if is_of_weights else finding, inside, cost)]
 
 
 def _other_context(data: PairData, place: Where) -> Hypothesis | None:
@@ -528,13 +550,15 @@ _SETTINGS = {
 
 
 def unusual_settings(data: PairData) -> str:
-    """Return the recorded settings of the model that other models lack, such as rotary scaling or experts, as text. In 19
+    """Return recorded settings that most runs lack, such as rotary scaling, experts or a repetition penalty, as text. In 19
     of 20 rebuilt bug reports (not blind) with such a setting and one of _LIKE_SETTINGS, one side applied it wrongly."""
     recorded = named(data.config, *_SETTINGS)
     window = data.config.get("sliding_window") if data.config.get("use_sliding_window", True) else None
     if isinstance(window, int) and window < int((data.position + data.sample.prompt_lengths[data.seq]).max(initial=0)):
         recorded["sliding_window"] = window
-    usual = {"sliding_window": None, **_SETTINGS}
+    if penalty := recorded_penalty(data):
+        recorded["repetition_penalty"] = penalty
+    usual = {"sliding_window": None, "repetition_penalty": None, **_SETTINGS}
     return ", ".join(f"{name}={value}" for name, value in recorded.items() if value not in (None, usual[name]))
 
 
@@ -543,10 +567,9 @@ _REPLAYS = re.compile(r"rout\w*_?replay|replay_?rout|return_routed_experts", re.
 
 def routing_replay(data: PairData) -> str:
     """Return the recorded setting by which the trainer uses the engine's expert choices, or an empty string."""
-    given = {**data.contract("b"), **data.contract("a")}
-    return next(
-        (name for name, value in given.items() if _REPLAYS.search(name) and value not in (None, False, "disabled")), ""
-    )
+    given = {**data.settings, **data.contract("b"), **data.contract("a")}
+    off = (None, False, "disabled", "False", "false")
+    return next((name for name, value in given.items() if _REPLAYS.search(name) and value not in off), "")
 
 
 def _grew(data: PairData) -> bool:
@@ -615,10 +638,12 @@ def _finding(
         numbers["rms_elsewhere"] = data.rms(~place.inside)
     if kind == "weights":
         if _grew(data):
-            numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
+            steps = data.sample.steps[data.seq]
+            most = max(level(data.within(steps == step)) for step in np.unique(steps[steps >= grown.since]))
+            numbers |= {"since": grown.since, "first": grown.first, "later": grown.later, "level": most}
             # In six rebuilt bug reports (not blind), it fades by at most a sixth, but by a third with older weights in a
             # prefix cache.
-            fall, certainty = features.fades(data, data.sample.steps[data.seq] >= grown.since)
+            fall, certainty = features.fades(data, steps >= grown.since)
             if fall > 0.3 and certainty > 4:
                 numbers["cause"] = "early"
         along = features.along_movement(data) if numbers["cause"] != "early" else 0.0
@@ -868,13 +893,21 @@ UNEXPLAINED = Fault(code="unexplained", title="some tokens differ by more than r
 def rounding(data: PairData) -> Finding:
     allowed, found = allowed_noise(data), level(data)
     is_high, settings = found > allowed, unusual_settings(data) if found > allowed / 2 else ""
-    return ROUNDING.finding(
-        data, "rounding", next=_triangulation(data) if is_high else NOTHING,
-        numbers={
-            "cause": "high" if is_high else None, "level": found, "allowed": allowed, "most": MAX_EXCESS * allowed,
-            **data.names, **coarsest(data), **({"settings": settings} if settings else {}),
-        },
-    )  # fmt: skip
+    next, lag = _triangulation(data) if is_high else NOTHING, data.updates_behind
+    numbers: dict[str, Number] = {"cause": "high" if is_high else None, "level": found, "allowed": allowed}
+    numbers |= {"most": MAX_EXCESS * allowed, **data.names, **coarsest(data)} | (
+        {"settings": settings} if settings else {}
+    )
+    if lag.any():
+        numbers |= {"lagging": int((lag != 0).sum()), "versions_apart": int(np.median(np.abs(lag[lag != 0])))}
+        last = np.flatnonzero(lag)[-1]
+        if data.has_weights and not is_high:
+            version, step = (
+                min(int(each.versions[last]) for each in (data.sample.a, data.sample.b)),
+                int(data.sample.steps[last]),
+            )
+            next, numbers["older_version"] = commands.arms(data, f"--arm weights-version={version}", step), version
+    return ROUNDING.finding(data, "rounding", next=next, numbers=numbers)
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:

@@ -61,7 +61,12 @@ _CLAUSES: Mapping[str, Mapping[Any, str]] = {
 
 def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
     at = _PLACES.get(numbers["place"], "at the {place} of {num_sequences:,} of {of_sequences:,} sequences")
-    ids = f", all with id {numbers['token_id']}, after responses that were truncated" if "token_id" in numbers else ""
+    after = (
+        "after responses that were truncated"
+        if numbers.get("are_truncated")
+        else "which has a logprob at the end of others"
+    )
+    ids = f", all with id {numbers['token_id']}, {after}" if "token_id" in numbers else ""
     return {"at": at.format_map(numbers), "ids_text": ids}
 
 
@@ -179,9 +184,12 @@ def _missing(
         "of_sequences": sample.num_sequences, "place": place if cut else "scattered", "value": kind, "cause": cause,
     }  # fmt: skip
     fault, ids = LENGTHS if cut and not cause else HOLES, np.unique(sample.tokens[missing])
-    is_last = place == "end" and num == len(rows) and (sample.ended[rows] == "length").all()
-    if fault is LENGTHS and signal == "missing" and is_last and len(ids) == 1:
-        fault, numbers = NOT_SAMPLED, numbers | {"cause": "appended", "token_id": int(ids[0])}
+    if fault is LENGTHS and signal == "missing" and place == "end" and num == len(rows) and len(ids) == 1:
+        are_truncated = bool((sample.ended[rows] == "length").all())
+        others = sample.mask & ~missing & (sample.position == last[sample.seq])
+        if are_truncated or (sample.tokens[others] == ids[0]).sum() >= 3:
+            appended: dict[str, Number] = {"cause": "appended", "token_id": int(ids[0]), "are_truncated": are_truncated}
+            fault, numbers = NOT_SAMPLED, numbers | appended
     found = _of_no_value(fault, data, signal, share, query, numbers)
     if cause == "not_finite":
         found = replace(found, side="engine" if side.name == ROLLOUT else "trainer")

@@ -542,8 +542,9 @@ def _judged(data: PairData) -> tuple[Side, np.ndarray] | None:
 def unapplied_setting(data: PairData) -> dict[str, Any]:
     """Describe a recorded setting (`signal`) that the samples of two equal passes contradict. Empty if there is none.
 
-    If top_p keeps a token with probability p, more than 1 - top_p of the probability mass is on tokens that are at most
-    as likely, so the entropy exceeds (1 - top_p) * -ln(p), unless the logprobs were renormalised.
+    Unless the logprobs were renormalised, they and the entropy H rule out some tokens. If top_p keeps a token with
+    probability p, more than 1 - top_p of the probability mass is on tokens that are at most as likely, so H exceeds
+    (1 - top_p) * -ln(p). The largest probability is at least exp(-H), so min_p keeps no p below min_p * exp(-H).
     """
     data = data.within(data.updates_behind[data.seq] == 0)
     if not data.num_kept or np.median(logit_error(data)) > allowed_noise(data):
@@ -551,16 +552,22 @@ def unapplied_setting(data: PairData) -> dict[str, Any]:
     if (found := _judged(data)) is None or ratio_in_bits(-found[0].values, found[1]):
         return {}
     (side, entropy), heat = found, data.sample.settings["temperature"]
-    top_p = data.sample.settings["top_p"][data.seq]
+    top_p, min_p = (data.sample.settings[name][data.seq] for name in ("top_p", "min_p"))
     is_clear = side.sampled_score >= CLEAR and side.sampled_mean >= 0.05
     if is_clear and np.all((heat > 0) & (heat <= 1)) and not _is_plain(data) and not recorded_filter(data):
         numbers = {"temperature": float(np.median(heat)), "is_below_1": bool(np.min(heat) < 1)}
         return {"signal": "temperature", "mean": side.sampled_mean, **numbers}
-    likely = (side.values > np.log(0.9)) & (side.values < 0)
-    share = float(np.mean((-side.values * (1 - top_p) > 1.1 * entropy + 0.1)[top_p < 1])) if (top_p < 1).any() else 0.0
-    if share < 0.01 or likely.sum() < max(FEW, 3 * (side.values == 0).sum()):
-        return {}  # renormalised probabilities of likely tokens are 1
-    return {"signal": "top_p", "top_p": float(np.nanmedian(top_p)), "left_out": share}
+    likely, at_most = (side.values > np.log(0.9)) & (side.values < 0), 1.1 * entropy + 0.1
+    # Renormalised probabilities of likely tokens are 1. With min_p, renormalising rules out fewer tokens, not others.
+    is_whole = likely.sum() >= max(FEW, 3 * (side.values == 0).sum())
+    for name, values, needed, is_on in (
+        ("top_p", top_p, -side.values * (1 - top_p), (top_p < 1) & is_whole),
+        ("min_p", min_p, np.log(np.maximum(min_p, 1e-30)) - side.values, min_p > 0),
+    ):
+        left_out = float(np.mean((needed > at_most)[is_on])) if is_on.any() else 0.0
+        if left_out >= 0.01:
+            return {"signal": name, name: float(np.median(values[is_on])), "left_out": left_out}
+    return {}
 
 
 def _is_plain(data: PairData) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from ....schemas.passes import ROLLOUT
 from ...trace.ragged import centred
 from .. import commands
-from ..features import CLEAR, FEW, Side, counts, exact_rows, judged, judged_words, pearson, sides
+from ..features import CLEAR, FEW, Side, counts, exact_rows, judged, judged_words, pearson, same_weights, sides
 from ..finding import Broken, Fault, Finding, Hypothesis, Number, certain, of_signs, predicting, scored
 from ..pair_data import HALF_ULP, PairData, allowed_noise, context_pairs, half_ulp, precisions, rms, value_rounding
 from .sampling import MAX_LEFT
@@ -316,7 +316,7 @@ def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
 
 
 def find_unrelated(data: PairData) -> list[Hypothesis]:
-    if data.num_kept < FEW or data.rms() < 0.05 or min(np.std(data.a), np.std(data.b)) < 1e-3:
+    if data.num_kept < FEW or data.rms() < 0.05 or min(np.std(data.a), np.std(data.b)) < 1e-3 or same_weights(data):
         return []
     correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
     # Each token id has its own mean, so even values from different contexts correlate. The passes count as related only
