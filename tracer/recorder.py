@@ -155,7 +155,6 @@ class Recorder:
         self._names = {split: SequenceNames() for split in SPLITS}
         self._metric_step: int | None = None
         self._warned: set[str] = set()
-        self._last_rows = 0
         self._kinds: dict[str, dict[str, Any]] = {}
         """Shape and dtype of one token's values, for each Zarr group and array name."""
 
@@ -559,10 +558,6 @@ class Recorder:
         ids = {"prompt_ids": prompt_ids, "response_ids": response_ids}
         columns = {name: ids[name] if name in ids else prepared(column) for name, column in _STAGED.items()}
         columns |= {f"num_{name.replace('ids', 'tokens')}": of.lengths for name, of in ids.items() if of is not None}
-        content = (where, *(of.values.tobytes() if isinstance(of, Ragged) else repr(of) for of in columns.values()))
-        if warn and rows > 1 and hash(content) == self._last_rows:
-            warn("twice", f"{where}: this batch is identical to the one before; was it added twice?")
-        self._last_rows = hash(content)
         batch.resolve(lengths, padding, None if prompt_ids is None else prompt_ids.lengths)
         return columns
 

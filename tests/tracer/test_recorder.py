@@ -511,17 +511,6 @@ def test_a_short_dtype_is_recorded_as_torch_names_it_and_a_misspelt_setting_warn
     assert found["reference"] == {"dtype": "float16", "scale": 2}
 
 
-def test_a_batch_that_is_added_twice_warns_and_is_recorded(tmp_path):
-    rows = {"prompt_ids": [[1, 2], [3]], "response_ids": [[4, 5], [6]]}
-    with Recorder(tmp_path / "run") as recorder:
-        recorder.add_sequences(step=1, **rows)
-        recorder.add_sequences(step=1, **rows | {"response_ids": [[4, 5], [7]]})
-        recorder.add_sequences(step=2, **rows)
-        with pytest.warns(TimTraceWarning, match="step 2: this batch is identical to the one before"):
-            recorder.add_sequences(step=2, **rows)
-    assert connect(tmp_path / "run").execute("SELECT count(*) FROM sequences").fetchall() == [(8,)]
-
-
 @pytest.mark.parametrize(("name", "near"), [("Rollout", "rollout"), ("trainer", "train"), ("curent", "current")])
 def test_a_misspelt_pass_gets_the_pass_that_may_be_meant(tmp_path, name, near):
     with Recorder(tmp_path / "run") as recorder:
