@@ -1,10 +1,13 @@
 """Kinds of faults that only a general property shows: repeated values, neighbours, entropies, and a course over steps."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from bigrams import BOTH_FP32, FP32, VLLM_BF16, Recording, bfloat16, in_float32, log_softmax, moved, sample, table
 from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.faults import evidence_text
+from tim_trace.analysis.check.faults.kinds import routing_replay
 from tim_trace.analysis.check.features import _part_followed, model, reasons
 from tim_trace.analysis.check.finding import Finding
 from tim_trace.analysis.views import open_database
@@ -349,6 +352,25 @@ def test_weights_of_another_step_are_found_in_tokens_that_come_again(tmp_path, l
 def test_a_trainer_whose_logits_are_wrong_from_the_first_step_on_does_not_miss_updates(tmp_path):
     wrong = with_part(tmp_path / "run", 1.0, lambda logits: 4 * logits * np.tanh(np.abs(logits) / 2))
     assert wrong.signal != "follows"
+
+
+@pytest.mark.parametrize(("config", "is_valid"), [({"hidden_size": 8}, False), ({"num_experts": 8}, True)])
+def test_two_tokens_that_rounding_cannot_explain_are_router_flips_only_with_experts(tmp_path, config, is_valid):
+    rows = iter(range(10_000))
+
+    def change(number, response, train, rollout, draw):
+        if next(rows) in (3, 70):
+            rollout = rollout.copy()
+            rollout[2] -= np.float32(2.0)
+        return response, train, rollout
+
+    assert recorded(tmp_path / "run", change, described=config).is_valid == is_valid
+
+
+@pytest.mark.parametrize(("value", "found"), [(1.0, "use_rollout_routing_replay"), (0.0, ""), ("disabled", "")])
+def test_a_routing_replay_may_be_recorded_as_a_hyperparameter(value, found):
+    data = SimpleNamespace(settings={"use_rollout_routing_replay": value}, contract=lambda side: {})
+    assert routing_replay(data) == found
 
 
 @pytest.mark.parametrize(

@@ -2108,6 +2108,8 @@ def test_a_tools_output_may_follow_the_end_token(tmp_path, is_masked, expected):
 
     found = findings(write(tmp_path / "run", columns=columns, passes=passes))
     assert [one.code for one in found if one.code == "finish_contradicts"] == expected
+    after_end = [(one.signal, one.is_notice) for one in found if one.code == "tokens_after_end"]
+    assert after_end == [("declared", False)] * (not is_masked)
 
 
 def resumed(path, drawn):
