@@ -53,13 +53,8 @@ class Where:
     """Median logit error outside the description (nats)."""
 
     @property
-    def values_text(self) -> str:
-        shown = [f"{each:g}" if isinstance(each, float) else str(each)[:16] for each in self.values[:5]]
-        return ", ".join(shown) + (", ..." if len(self.values) > 5 else "")
-
-    @property
     def numbers(self) -> dict[str, str]:
-        return {"feature": self.feature, "kind": self.kind, "values": self.values_text}
+        return _described(self.feature, self.kind, self.values)
 
 
 FEATURES = {
@@ -204,12 +199,22 @@ def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, row
     ratio = max(float(np.exp(level[marked].mean() - level[there & ~marked].mean())), mean_ratio)
     if ratio < MIN_RATIO:
         return None
-    shown = tuple(known[i].item() for i in chosen)
-    edge = {"from": shown[:1], "before": (known[min(int(chosen.max()) + 1, len(known) - 1)].item(),), "is": ()}
     return Where(
-        feature=name, kind=kind, values=edge.get(kind, shown), inside=inside, gain=gain, ratio=ratio, mean_ratio=mean_ratio,
-        level_outside=float(np.median(noise[~inside])),
+        feature=name, kind=kind, values=_values(kind, known, chosen), inside=inside, gain=gain, ratio=ratio,
+        mean_ratio=mean_ratio, level_outside=float(np.median(noise[~inside])),
     )  # fmt: skip
+
+
+def _values(kind: Kind, known: np.ndarray, chosen: np.ndarray) -> tuple[Any, ...]:
+    shown = tuple(known[chosen].tolist())
+    edge = {"from": shown[:1], "before": (known[min(int(chosen.max()) + 1, len(known) - 1)].item(),), "is": ()}
+    return edge.get(kind, shown)
+
+
+def _described(feature: str, kind: Kind, values: tuple[Any, ...]) -> dict[str, str]:
+    shown = [f"{each:g}" if isinstance(each, float) else str(each)[:16] for each in values[:5]]
+    text = ", ".join(shown) + (", ..." if len(values) > 5 else "")
+    return {"feature": feature, "kind": kind, "values": text}
 
 
 def _split(
@@ -416,15 +421,18 @@ def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[s
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[dict[str, str], np.ndarray] | None:
     """Return the rows (described as by Where.numbers, and as [S] bool) whose finite `values` [S] differ most from the others, or None if
-    chance can explain the difference. Only features known before sampling are tried."""
+    chance can explain the difference. Only features known before sampling are tried: not the row index, for example, if
+    rows were sorted by length afterwards, since the surprise of a response of known length is not its entropy."""
     rows, found = np.flatnonzero(np.isfinite(values)), []
     known_before = ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)
     for name, column in sequence_columns(sample).items():
         if name.startswith(known_before) and (best := _split(name, column[rows], values[rows])) is not None:
             gain, kind, known, chosen, marked, _ = best
-            shown = ", ".join(str(each) for each in known[chosen][:5])
+            by_length = _split(name, column[rows], np.log(sample.lengths[rows]))
+            if name not in sample.settings and by_length is not None and by_length[0] > gain:
+                continue
             inside = np.isin(np.arange(len(values)), rows[marked])
-            found.append((gain, {"feature": name, "kind": str(kind), "values": shown}, inside))
+            found.append((gain, _described(name, kind, _values(kind, known, chosen)), inside))
     return max(found, key=lambda each: each[0])[1:] if found else None
 
 

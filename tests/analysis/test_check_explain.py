@@ -1021,6 +1021,32 @@ def test_samples_that_are_too_likely_are_found_in_all_rows_or_in_some(tmp_path, 
     assert found.is_valid  # the passes agree
 
 
+def test_rows_sorted_by_length_are_no_rows_that_were_sampled_otherwise(tmp_path):
+    def until(row, end):
+        return row[: int(np.argmax(row == end)) + 1 if (row == end).any() else len(row)]
+
+    logits = table()
+    logits[:, 0] = logits.max(axis=1)  # short responses are more likely than their entropies say
+    with Recorder(tmp_path / "trace") as recorder:
+        for number in range(1, 9):
+            drawn = sample(logits, number, groups=40, longest=20)
+            rows = [(prompt, until(row, 0)) for prompt, row in zip(drawn.prompts, drawn.responses, strict=True)]
+            prompts, responses = zip(*sorted(rows, key=lambda row: -len(row[1])), strict=True)
+            step = replace(drawn, prompts=prompts, responses=responses)
+            batch = recorder.add_sequences(
+                step=number,
+                prompt_ids=[prompt.tolist() for prompt in step.prompts],
+                response_ids=[row.tolist() for row in responses],
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+            )
+            recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+            recorder.add_scores("train", batch, logprobs=step.scored(), entropy=step.entropies())
+    found = check(tmp_path / "trace")
+    assert "penalty" not in [each.code for each in found.findings]
+
+
 def test_a_filter_that_lowers_surprise_by_ln_2_is_not_taken_for_bits(tmp_path):
     run = Recording(
         rollout=in_float32, process=lambda rows: top_p(rows, 0.7), steps=6,

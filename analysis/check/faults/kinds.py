@@ -832,7 +832,11 @@ def _part_of_run(data: PairData, place: Where) -> Hypothesis | None:
     marked = np.isin(np.arange(len(steps)), data.seq[place.inside])
     first = int(steps[marked].min())
     since = first if by_time and first > steps.min() and marked[steps >= first].all() else None
-    numbers = features.counts(data, place.inside) | {"column": name, "kind": place.kind, "values": place.values_text}
+    numbers = features.counts(data, place.inside) | {
+        "column": name,
+        "kind": place.kind,
+        "values": place.numbers["values"],
+    }
     numbers |= {"ratio": place.ratio, "since": since, "rms_elsewhere": data.rms(~place.inside)}
     numbers["last_before"] = None if since is None else int(steps[steps < since].max())
     next = commands.query(data, "course") if name == "step" else commands.by_column(data, name)
