@@ -1649,6 +1649,30 @@ def test_rows_whose_token_ids_are_all_0_stop_no_check(tmp_path):
     findings(write(tmp_path / "run", reward=graded, columns=zeros), sampled=False)
 
 
+@pytest.mark.parametrize("are_moved", [False, True])
+def test_rewards_that_stay_while_the_rows_are_sorted_by_length_show_in_a_few_equal_responses(tmp_path, are_moved):
+    def order(step):
+        return np.argsort([-len(row) for row in step.responses], kind="stable")
+
+    def columns(step, number):
+        rows, rewards = order(step), graded(step, number, None)
+        moved = {"prompt_ids": step.prompts, "response_ids": step.responses, "group_ids": step.groups}
+        own = rewards if are_moved else rewards[rows]
+        return {name: [values[row] for row in rows] for name, values in moved.items()} | {
+            "reward": own,
+            "advantage": centred(own, GROUP[rows]),
+        }
+
+    def passes(recorder, batch, step, number):
+        for name in ("rollout", "train"):
+            values = in_float32(step, number) if name == "rollout" else step.scored()
+            recorder.add_scores(name, batch, logprobs=[values[row] for row in order(step)])
+
+    few = {"longest": 5, "reward": graded, "steps": 3}
+    found = findings(write(tmp_path / "run", columns=columns, passes=passes, **few))
+    assert [(each.code, each.signal) for each in found] == are_moved * [("rewards_unequal", "reordered")]
+
+
 def test_a_random_reward_is_not_in_other_rows(tmp_path):
     (found,) = findings(write(tmp_path / "run", longest=4, steps=12))
     assert (found.code, found.is_notice) == ("rewards_unequal", True)
@@ -2057,6 +2081,12 @@ def test_a_declared_length_penalty_must_be_in_the_rewards(tmp_path, factor, expe
 
     found = findings(write(tmp_path / "run", reward=reward, hyperparameters=OVERLONG))
     assert [(one.code, one.is_notice) for one in found] == expected
+
+
+def test_a_length_penalty_that_swift_declares_must_be_in_the_rewards(tmp_path):
+    settings = {"soft_max_length": 12, "soft_cache_length": 8, "max_completion_length": 16}
+    found = findings(write(tmp_path / "run", hyperparameters=settings))
+    assert [one.code for one in found] == ["penalty_missing"]
 
 
 @pytest.mark.parametrize(("start", "expected"), [(4, []), (3, []), (7, ["penalty_wrong"])])
