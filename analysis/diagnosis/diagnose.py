@@ -45,7 +45,7 @@ from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison, data_faults
 from .figures import FIGURES
-from .text import cause_text, version_text
+from .text import cause_text, effect_text, version_text
 
 _CONFIDENCE = 0.95
 
@@ -251,6 +251,7 @@ def _next(
     version = checked.findings[0].numbers.get("older_version")
     if version is not None and (shown := [text for each in replays if (text := version_text(each, version))]):
         found = [Advice(remark=shown[0]), *found[1:]]
+    found = [Advice(remark=_result(each, replays)) or each for each in found]
     if not data.has_weights:
         supply = commands.supply(data, "this trace has no weights for a replay")
         is_needed = not checked.is_valid and all(each.command != supply.command for each in found)
@@ -261,6 +262,17 @@ def _next(
     if data.contract("b").get("engine") == VLLM and data.sample.steps[-1] - data.sample.steps[0] > 1:
         found.append(commands.predict(data))
     return tuple(dict.fromkeys(found))
+
+
+def _result(advice: Advice, replays: tuple[ReplayEffect, ...]) -> str:
+    """Return what the replay that `advice` proposes shows, if it is recorded already, else an empty string."""
+    for each in replays:
+        changes = parse_arm(each.changes).changes if each.changes else {}
+        options = [f"--{name.replace('_', '-')} {value}" for name, value in changes.items()]
+        if options and all(option in advice.command for option in options):
+            shown = effect_text(replace(each, arm=f"a replay with {each.changes}"))
+            return f"{shown} ({each.removed:.0%} of it)" if each.code == "part" else shown
+    return ""
 
 
 def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:

@@ -251,6 +251,7 @@ def _size_sentence(size: SizeComparison) -> str:
 _CAUSES = {
     "weights_version": "{b} has the weights of version {value}: fix the weight sync",
     "quantize": "{b} has weights quantised to {value}: send unquantised weights, or correct for the mismatch",
+    "kv_dtype": "{b}'s key-value cache is quantised with scale 1: use calibrated scales, or do not quantise the cache",
     "adapter": "{b} has the adapter {value}: treat the adapter the same way on both sides",
     "temperature": "{b}'s logprobs are at temperature {value}: compute both sides' logprobs at one temperature",
 }

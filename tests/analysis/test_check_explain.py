@@ -501,6 +501,22 @@ def test_a_setting_of_a_contract_counts_at_any_depth(tmp_path, contract, code):
     assert found.findings[0].code == code
 
 
+@pytest.mark.parametrize(
+    ("setting", "cause", "options"),
+    [
+        ({"quantization": "fp8"}, "quantised", "--quantize fp8"),
+        ({"quantization": "awq_marlin"}, "quantised", "--quantize int4"),
+        ({"quantization": "w8a8_int8"}, "quantised", "--quantize int8"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "quantised_cache", "--kv-dtype fp8 --mode decode"),
+    ],
+)
+def test_a_quantisation_that_a_contract_sets_is_replayed_as_what_it_is(tmp_path, setting, cause, options):
+    run = Recording(rollout=in_bfloat16, contracts={"train": FP32, "rollout": {"dtype": "bfloat16", **setting}})
+    first = check(run.write(tmp_path / "trace")).findings[0]
+    assert (first.signal, first.numbers["cause"]) == ("contract", cause)
+    assert f" {options} --name " in str(first.next)
+
+
 @pytest.mark.parametrize("sharpness", [8.0, 16.0])
 def test_a_sharp_policy_in_bfloat16_is_valid(tmp_path, sharpness):
     run = Recording(

@@ -140,6 +140,7 @@ def test_an_engine_that_repeats_its_own_rollout_settles_nothing(removed, code):
         ("weights-version=3", "the engine has the weights of version 3: fix the weight sync"),
         ("quantize=int8,attention=math", "the engine has weights quantised to int8: send unquantised weights, or correct for the mismatch"),
         ("temperature=0.9", "the engine's logprobs are at temperature 0.9: compute both sides' logprobs at one temperature"),
+        ("kv-dtype=fp8,mode=decode", "the engine's key-value cache is quantised with scale 1: use calibrated scales, or do not quantise the cache"),
         ("attention=math", ""),
     ],
 )  # fmt: skip
@@ -301,6 +302,22 @@ def test_what_is_next(code, removed, has_weights, expected):
     data = SimpleNamespace(**vars(DATA) | {"has_weights": has_weights})
     replays = () if removed is None else (effect(0.0), effect(removed))
     assert _next(data, checked(code, "look"), replays) == expected
+
+
+@pytest.mark.parametrize(
+    ("removed", "changes", "shown"),
+    [
+        (0.77, "kv-dtype=fp8,mode=decode", "a replay with kv-dtype=fp8,mode=decode accounts for part of the mismatch (77% of it)"),
+        (-0.5, "kv-dtype=fp8,mode=decode", "a replay with kv-dtype=fp8,mode=decode increases the mismatch"),
+        (0.77, "quantize=int8", None),
+        (0.77, None, None),
+    ],
+)  # fmt: skip
+def test_a_replay_that_was_run_is_not_proposed_again(removed, changes, shown):
+    asked = Advice("tim-trace replay run --steps 7 --kv-dtype fp8 --mode decode --name suspect")
+    result = checked("weights_differ")
+    found = replace(result, findings=(replace(result.findings[0], next=asked),))
+    assert _next(DATA, found, (effect(removed, changes),))[0] == (shown or asked)
 
 
 @pytest.mark.parametrize("source", [{}, {"is_import": True}, {"is_recorder": True}])

@@ -54,6 +54,8 @@ MIN_GROWN = 0.2
 """Unless it grows by ten times that factor, it must also reach this share of the largest rounding error. In the same runs,
 it reached a share of 0.12."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
+_QUANTISED_TO = {"fp8": "fp8", "float8": "fp8", "int4": "int4", "w4": "int4", "awq": "int4", "gptq": "int4"}
+"""Part of a quantisation's name -> the option of `replay --quantize` that is nearest to it."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
 
@@ -97,7 +99,7 @@ WEIGHTS = Fault(code="weights_differ", title="the weights differ: stale, partly 
 }, causes={
     "stale_weights": "one side's weights are a step or more behind",
     "partial_sync": "some weights were not synchronised", "adapter": "the adapter is on one side only",
-    "quantised": "one side's weights are quantised",
+    "quantised": "one side's weights are quantised", "quantised_cache": "one side's key-value cache is quantised",
     "after_update": "one side was scored after the update on the same batch",
     "never_synchronised": "the trainer's weights were never sent to the engine",
     "stopped": "the trainer's weights are no longer sent to the engine",
@@ -158,7 +160,12 @@ def find_quantisation(data: PairData) -> list[Finding]:
         for name, value in own[side].items():
             if value not in own[other].values():
                 numbers = {"cause": "quantised", "side": data.names[side], "setting": name, "value": value}
-                replay = commands.replay(data, "--quantize int8", "suspect", int(data.sample.steps[-1]))
+                options = (
+                    f"--quantize {next((to for part, to in _QUANTISED_TO.items() if part in value.lower()), 'int8')}"
+                )
+                if "cache" in name or "kv" in name:
+                    numbers["cause"], options = "quantised_cache", "--kv-dtype fp8 --mode decode"
+                replay = commands.replay(data, options, "suspect", int(data.sample.steps[-1]))
                 return [WEIGHTS.finding(data, "contract", next=replay, numbers=numbers)]
     return []
 
