@@ -27,6 +27,7 @@ from ..check import commands
 from ..check.check import CheckResult, gather, judge, unpaired
 from ..check.data_checks import data_findings
 from ..check.faults import FAULTS
+from ..check.faults.kinds import declared_precision
 from ..check.pair_data import PairData, Precision, dtype_of, precisions
 from ..facts.changes import known_run
 from ..facts.conditions import SETTING
@@ -137,7 +138,9 @@ def diagnose(
     checked = judge(data, pair, data_findings(database, data.sample))
     a, b = sides = precisions(data)
     metrics = own_metrics(data)
-    coarser = coarser_dtype(sides)
+    declared = [value.lower() for side in "ab" for value in declared_precision(data.contract(side))]
+    is_float8 = any(name in value for value in declared for name in ("fp8", "float8"))  # such as the cache's dtype
+    coarser = "float8" if is_float8 else coarser_dtype(sides)
     figures = _figures(metrics, coarser)
     replays = replay_effects(database, names, data.passes)
     sums = data.sums
@@ -157,7 +160,7 @@ def diagnose(
             passes=names, declared=(a.declared, b.declared), logits=(a.logits, b.logits), values=(a.values, b.values),
             in_file=(a.is_stored, b.is_stored),
         ),
-        size=replace(size, is_inferred=coarser not in (a.declared, b.declared)), alarms=read_alarms(database, names, of_tokens),
+        size=replace(size, is_inferred=not is_float8 and coarser not in (a.declared, b.declared)), alarms=read_alarms(database, names, of_tokens),
         next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)), located=located,
     )  # fmt: skip
 

@@ -245,7 +245,11 @@ def _size_sentence(size: SizeComparison) -> str:
         missing = f"no published value for {size.coarser}" if size.coarser else _NO_DTYPE
         return f"The mismatch is {size.own:.3g} nats rms; {missing}"
     dtype = f"{size.coarser}, inferred from the logprobs" if size.is_inferred else size.coarser
-    return f"The mismatch of {size.own:.3g} nats rms is {size.code} the published range for {dtype} ({size.low:g} to {size.high:g})"
+    assert size.low is not None
+    assert size.high is not None
+    is_value, where = size.low == size.high, size.code
+    published = f"the published {'value' if is_value else 'range'} for {dtype} ({_range(size.low, size.high)})"
+    return f"The mismatch of {size.own:.3g} nats rms is {'at' if is_value and where == 'within' else where} {published}"
 
 
 _CAUSES = {

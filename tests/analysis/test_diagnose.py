@@ -57,6 +57,13 @@ def test_a_fault_is_no_matter_of_numerics(tmp_path):
     assert any("context-odds" in command for command in found.next)  # what a trace without weights can confirm it with
 
 
+@pytest.mark.parametrize("setting", [{"kv_cache_dtype": "fp8_e4m3"}, {"quantization": "fp8"}])
+def test_a_float8_cache_or_weights_are_compared_with_published_values_for_float8(tmp_path, setting):
+    run = replace(BF16, contracts={"train": FP32, "rollout": {**VLLM_BF16, **setting}})
+    size = diagnose(run.write(tmp_path / "trace")).size
+    assert (size.coarser, size.is_inferred) == ("float8", False)
+
+
 @pytest.mark.parametrize(
     ("contract", "code"),
     [
