@@ -95,9 +95,14 @@ def by_column(data: PairData, column: str) -> Advice:
     return sql(data, f"SELECT {shown} FROM {rows} GROUP BY 1 ORDER BY 3 DESC")
 
 
-def weights_replay(data: PairData) -> Advice:
-    known = data.sample.versions.compressed()
-    version = max(int(known.max()) - 1, 0) if len(known) else 1
+def weights_replay(data: PairData, step: int | None = None) -> Advice:
+    """Return the command that replays the last step with the weights that were sampled from at `step`, or, if that is unknown,
+    with the version before the last and with quantised weights."""
+    known = data.sample.versions
+    of_step = known[data.sample.steps == step].compressed()
+    if len(of_step):
+        return arms(data, f"--arm weights-version={of_step.max()}")
+    version = max(int(known.max()) - 1, 0) if known.count() else 1
     return arms(data, f"--arm weights-version={version} --arm quantize=int8")
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -268,14 +269,25 @@ def _next(
 
 
 def _result(advice: Advice, replays: tuple[ReplayEffect, ...]) -> str:
-    """Return what the replay that `advice` proposes shows, if it is recorded already, else an empty string."""
+    """Return what the replays that `advice` proposes show, if all are recorded already, else an empty string."""
+    asked = (
+        re.findall(r"--arm (\S+)", advice.command)
+        or [
+            each.changes
+            for each in replays
+            if each.changes and all(f"--{option} " in advice.command for option in _options(each.changes))
+        ][:1]
+    )
+    shown = []
     for each in replays:
-        changes = parse_arm(each.changes).changes if each.changes else {}
-        options = [f"--{name.replace('_', '-')} {value}" for name, value in changes.items()]
-        if options and all(option in advice.command for option in options):
-            shown = effect_text(replace(each, arm=f"a replay with {each.changes}"))
-            return f"{shown} ({each.removed:.0%} of it)" if each.code == "part" else shown
-    return ""
+        if each.changes and any(_options(each.changes) == _options(arm) for arm in asked):
+            said = effect_text(replace(each, arm=f"a replay with {each.changes}"))
+            shown.append(f"{said} ({each.removed:.0%} of it)" if each.code == "part" else said)
+    return "; ".join(shown) if len(shown) == len(asked) else ""
+
+
+def _options(changes: str) -> list[str]:
+    return sorted(each.replace("=", " ") for each in changes.split(","))
 
 
 def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:

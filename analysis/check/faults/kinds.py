@@ -244,7 +244,8 @@ def find_reference(data: PairData) -> list[Hypothesis]:
     numbers |= {"side": ROLLOUT, "other": TRAIN, "num_steps": int(inside.sum()), "of_steps": len(np.unique(steps))}
     numbers |= {"first_step": int(step[inside].min()), "last_step": int(step[inside].max())}
     numbers["weight"] = weight = 1 - float(np.sum(residual[at] ** 2) / max(np.sum(data.d[at] ** 2), 1e-30))
-    finding = WEIGHTS.finding(data, "reference", at, weight=weight, next=commands.weights_replay(data), numbers=numbers)
+    next = commands.weights_replay(data, int(steps.min()) if is_all else None)
+    finding = WEIGHTS.finding(data, "reference", at, weight=weight, next=next, numbers=numbers)
     # A formula of the values themselves, such as a temperature, is simpler than other weights.
     return [replace(predicting(data, finding, residual, 8.0, at), rank=3)]
 
@@ -261,7 +262,8 @@ def find_same_weights(data: PairData) -> list[Finding]:
     numbers: dict[str, Number] = {"cause": "stale_weights" if is_behind else "after_update", "side": side}
     numbers |= {"one": behind, "other": other, "lag": abs(found.lag), "num_tokens": found.tokens}
     numbers |= {"apart": found.apart, "own": found.own}
-    next, broken = commands.weights_replay(data), SIDES.get(side, "computation")
+    earlier = int(data.sample.steps[-1]) - abs(found.lag)
+    next, broken = commands.weights_replay(data, earlier), SIDES.get(side, "computation")
     return [WEIGHTS.finding(data, "same_weights", weight=0.9, next=next, broken=broken, numbers=numbers)]
 
 
@@ -274,7 +276,9 @@ def find_frozen(data: PairData) -> list[Finding]:
     numbers: dict[str, Number] = {"side": side, "other": other, **found[1]}
     numbers["cause"], signal = ("part_of_updates", "follows") if numbers["part"] else ("frozen", "frozen")
     inside, broken = data.sample.steps[data.seq] >= numbers["since"], SIDES.get(side, "computation")
-    next = commands.weights_replay(data)
+    before = data.sample.steps[data.sample.steps < numbers["since"]]
+    kept = int(before.max(initial=data.sample.steps.min())) if signal == "frozen" else None
+    next = commands.weights_replay(data, kept)
     return [WEIGHTS.finding(data, signal, inside, weight=0.9, next=next, broken=broken, numbers=numbers)]
 
 
