@@ -102,7 +102,8 @@ def weights_replay(data: PairData, step: int | None = None) -> Advice:
     of_step = known[data.sample.steps == step].compressed()
     if len(of_step):
         return arms(data, f"--arm weights-version={of_step.max()}")
-    version = max(int(known.max()) - 1, 0) if known.count() else 1
+    last = sorted({*known.compressed().tolist()})[-2:]
+    version = last[0] if len(last) == 2 else max(last[0] - 1, 0) if last else 1
     return arms(data, f"--arm weights-version={version} --arm quantize=int8")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...replay.arms import AS_RECORDED
+from ...schemas.passes import TRAIN
 from ...schemas.results import Result
 from ..advice import Advice
 from ..alarms.reading import AlarmReadings
@@ -74,6 +76,11 @@ class ReplayEffect:
     """True if the replay only switched to pass b's engine."""
     changes: str | None = None
     """Replay options, e.g. `dtype=fp16,batch-size=1`, or None if not recorded."""
+
+    @property
+    def repeats_a(self) -> bool:
+        """True if the replay changes nothing of what the trainer, as pass a, recorded."""
+        return self.arm == AS_RECORDED and self.pair[0] == TRAIN
 
     @property
     def code(self) -> Literal["settles", "repeats", "part", "nothing", "adds"]:

@@ -263,6 +263,8 @@ _CAUSES = {
 
 def cause_text(effect: ReplayEffect) -> str:
     """Return the cause that a replay without mismatch shows, and its fix. Empty if the change tells neither."""
+    if effect.repeats_a:
+        return "the recorded train logprobs are not those of its weights and tokens: compare the trainer's padding, packing and model"
     changes = parse_arm(effect.changes).changes if effect.changes else {}
     b = "the engine" if effect.pair[1] == ROLLOUT else effect.pair[1]
     return next((text.format(b=b, value=changes[name]) for name, text in _CAUSES.items() if name in changes), "")
@@ -281,7 +283,7 @@ def effect_text(effect: ReplayEffect) -> str:
     a, b = effect.pair
     cause = cause_text(effect).partition(": ")[0] or "this setting causes the mismatch"
     return {
-        "settles": f"with {effect.arm}, {a} agrees with {b}: {cause}",
+        "settles": f"{'replayed as recorded' if effect.repeats_a else f'with {effect.arm}'}, {a} agrees with {b}: {cause}",
         "repeats": f"{effect.arm} reproduces {b}: {b}'s engine computes the same values from the same weights and tokens",
         "part": f"{effect.arm} accounts for part of the mismatch",
         "nothing": f"{effect.arm} has no effect on the mismatch",

@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -24,7 +25,7 @@ from bigrams import (
 from builders import ROOT, in_process, tim_trace
 from rich_trace import make_rich_trace
 from tim_trace.analysis.check.check import check, gather
-from tim_trace.analysis.check.commands import by_column
+from tim_trace.analysis.check.commands import by_column, weights_replay
 from tim_trace.analysis.check.faults import evidence_text
 from tim_trace.analysis.check.faults.kinds import MAX_ROUNDING
 from tim_trace.analysis.check.features import REASONS, features, model
@@ -515,6 +516,19 @@ def test_a_quantisation_that_a_contract_sets_is_replayed_as_what_it_is(tmp_path,
     first = check(run.write(tmp_path / "trace")).findings[0]
     assert (first.signal, first.numbers["cause"]) == ("contract", cause)
     assert f" {options} --name " in str(first.next)
+
+
+@pytest.mark.parametrize(
+    ("versions", "step", "version"),
+    [([0, 2, 4, 6], None, 4), ([5, 5, 5], None, 4), ([0], None, 0), ([0, 2, 4, 6], 1, 2)],
+)
+def test_the_weights_that_a_replay_tries_are_those_of_a_version_that_was_sampled_from(versions, step, version):
+    sample = SimpleNamespace(versions=np.ma.array(versions), steps=np.arange(len(versions)))
+    data = SimpleNamespace(
+        sample=sample, has_weights=True, trace="run", steps="all", names={"a": "train", "b": "rollout"}
+    )
+    sample.a, sample.b = SimpleNamespace(name="train"), SimpleNamespace(name="rollout")
+    assert f"--arm weights-version={version} " in weights_replay(data, step) + " "
 
 
 @pytest.mark.parametrize("sharpness", [8.0, 16.0])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, bfloat16, in_bfloat16, sample, table
+from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, bfloat16, in_bfloat16, moved, sample, table
 from builders import tim_trace
 from tim_trace.analysis.check.check import judge
 from tim_trace.analysis.check.faults import FAULTS
@@ -85,6 +85,20 @@ def test_a_replay_by_the_rollout_s_own_engine_alone_is_no_cause(tmp_path, contra
     found = diagnose(tmp_path / "trace")
     assert [replay.code for replay in found.replays] == [code]
     assert (found.settled_by is None) == (code == "repeats")
+
+
+def test_if_the_recorded_settings_already_remove_the_mismatch_no_other_replay_is_its_cause(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        for name, arm in (("replay/as-recorded", {}), ("replay/padding-left", {"padding": "left"})):
+            recorder.add_contract(name, {"engine": "transformers", "arm": arm})
+        step = sample(table(), 1)
+        batch = recorder.add_sequences(step=1, response_ids=[r.tolist() for r in step.responses])
+        recorder.add_scores("train", batch, logprobs=step.scored(moved(step.logits, 3, 0.5)))
+        for name in ("rollout", "replay/padding-left", "replay/as-recorded"):
+            recorder.add_scores(name, batch, logprobs=step.scored())
+    (replay,) = diagnose(tmp_path / "trace").replays
+    assert replay.arm == "as-recorded"
+    assert "the recorded train logprobs are not those of its weights and tokens" in effect_text(replay)
 
 
 def test_a_replay_in_the_trace_settles_it(tmp_path):
