@@ -208,7 +208,8 @@ def test_every_verb_and_function_answers_from_the_wheel_or_names_what_is_missing
         name = call["call"].removeprefix("tim_trace.").partition(" ")[0]
         if name in torch:  # what the trace lacks comes first
             assert re.search(
-                r"has no weights|torch is not installed; pip install 'tim-trace\[replay\]'$", call["error"]
+                r"has no weights|torch is not installed; pip install 'tim-trace\[replay\]' or, in a clone, pip install '\.\[replay\]'$",
+                call["error"],
             ), call
         elif name == "mcp":
             assert "pip install 'tim-trace[mcp]'" in call["error"], call

@@ -303,7 +303,8 @@ def with_part(path, part, curve=lambda logits: logits, steps=8):
             step = sample(engine, 100 + number, in_group=8, longest=30)
             step.prompts = [np.full(4, row // 8) for row in range(len(step.prompts))]
             batch = recorder.add_sequences(
-                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses]
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses],
+                policy_version=number - 1,
             )  # fmt: skip
             recorder.add_scores("rollout", batch, logprobs=step.scored(engine))
             recorder.add_scores("train", batch, logprobs=step.scored(curve(trainer)))
@@ -325,6 +326,7 @@ def test_an_engine_that_applies_part_of_each_update_is_not_frozen(tmp_path, part
     assert (first.code, first.signal, first.broken) == ("weights_differ", signal, "engine")
     if part:
         assert first.numbers["part"] == pytest.approx(part, rel=0.3)
+    assert ("--arm weights-version=0 &&" in first.next) == (not part)
 
 
 @pytest.mark.parametrize(("lag", "cause", "side"), [(1, "stale_weights", "rollout"), (-1, "after_update", "train")])
@@ -340,13 +342,15 @@ def test_weights_of_another_step_are_found_in_tokens_that_come_again(tmp_path, l
             step = sample(engine, 100 + number, in_group=8, longest=30)
             step.prompts = [np.full(4, row // 8) for row in range(len(step.prompts))]
             batch = recorder.add_sequences(
-                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses]
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses],
+                policy_version=number,
             )  # fmt: skip
             recorder.add_scores("rollout", batch, logprobs=step.scored(moved(engine, 7, 1e-5)))
             recorder.add_scores("train", batch, logprobs=step.scored(weights[number + (lag < 0)]))
     first = check(tmp_path / "run").findings[0]
     assert (first.code, first.signal, first.numbers["cause"]) == ("weights_differ", "same_weights", cause)
     assert (first.numbers["side"], first.numbers["lag"]) == (side, 1)
+    assert f"--arm weights-version={7 - (lag > 0)} &&" in first.next
 
 
 def test_a_trainer_whose_logits_are_wrong_from_the_first_step_on_does_not_miss_updates(tmp_path):

@@ -262,8 +262,8 @@ def find_same_weights(data: PairData) -> list[Finding]:
     numbers: dict[str, Number] = {"cause": "stale_weights" if is_behind else "after_update", "side": side}
     numbers |= {"one": behind, "other": other, "lag": abs(found.lag), "num_tokens": found.tokens}
     numbers |= {"apart": found.apart, "own": found.own}
-    earlier = int(data.sample.steps[-1]) - abs(found.lag)
-    next, broken = commands.weights_replay(data, earlier), SIDES.get(side, "computation")
+    step = int(data.sample.steps[-1]) - abs(found.lag) * is_behind
+    next, broken = commands.weights_replay(data, step), SIDES.get(side, "computation")
     return [WEIGHTS.finding(data, "same_weights", weight=0.9, next=next, broken=broken, numbers=numbers)]
 
 
