@@ -96,14 +96,14 @@ def by_column(data: PairData, column: str) -> Advice:
 
 
 def weights_replay(data: PairData, step: int | None = None) -> Advice:
-    """Return the command that replays the last step with the weights that were sampled from at `step`, or, if that is unknown,
-    with the version before the last and with quantised weights."""
-    known = data.sample.versions
-    of_step = known[data.sample.steps == step].compressed()
+    """Return the command that replays the last step with the policy version of the sequences at `step`. If that is not
+    known, the command tries the last version but one, and quantised weights."""
+    versions = data.sample.versions
+    of_step = versions[data.sample.steps == step].compressed()
     if len(of_step):
         return arms(data, f"--arm weights-version={of_step.max()}")
-    last = sorted({*known.compressed().tolist()})[-2:]
-    version = last[0] if len(last) == 2 else max(last[0] - 1, 0) if last else 1
+    known = sorted({*versions.compressed().tolist()}) or [2]
+    version = known[-2] if len(known) > 1 else max(known[0] - 1, 0)
     return arms(data, f"--arm weights-version={version} --arm quantize=int8")
 
 

@@ -269,7 +269,7 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
 _BATCH_REPEATS = data_fault("batch_repeats", "batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses are the same as at the previous step")  # fmt: skip
 _REWARDS_UNEQUAL = data_fault("rewards_unequal", "identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; {case}", cases={
     "random": "no shift of the rewards explains this, so the reward is random or belongs to other rows",
-    "reordered": "the rows of a group are not adjacent, so the batch was reordered after sampling, for example by length, but the rewards may have kept their order",
+    "reordered": "the rows of a group are not adjacent, so the batch was probably reordered after sampling, for example by length, and the rewards may have kept the old order",
     "moved": "with {rule}, only {num_left:,} do",
 }, words=advantages.rule_words)  # fmt: skip
 
@@ -293,19 +293,18 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
     within = at[one] == at[two]
     for asked in (within, np.ones(len(within), bool)):
         differs = asked & (np.abs(reward[one] - reward[two]) > least)
-        num, is_within = int(differs.sum()), asked is within
-        if num < 20:  # with few pairs, some shift fits by chance
+        numbers: dict[str, Any] = {"num_pairs": int(asked.sum())}
+        if (num := int(differs.sum())) < 20:  # with few pairs, some shift fits by chance
             num_groups, num_blocks = len(np.unique(run.cell)), 1 + np.count_nonzero(np.diff(run.cell))
-            is_scattered = bool((run.labels > 0).all()) and num_blocks > 2 * num_groups
-            numbers: dict[str, Any] = {"num_pairs": int(asked.sum()), "signal": "reordered", "notice": True}
-            yield from run.find(_REWARDS_UNEQUAL, differs & is_within & is_scattered, step[one], **numbers)
+            if asked is within and (run.labels > 0).all() and num_blocks > 2 * num_groups:
+                yield from run.find(_REWARDS_UNEQUAL, differs, step[one], signal="reordered", notice=True, **numbers)
             continue
         moves = {name: np.append(reward, np.nan)[rows] for name, rows in shifted(at).items()}
         left = {name: (asked & ~(np.abs(each[one] - each[two]) <= least)).sum() for name, each in moves.items()}
         move = min(left, key=left.__getitem__)
         is_moved = bool(10 * left[move] <= num)
-        if is_moved or is_within:
-            numbers = {"num_pairs": int(asked.sum()), "signal": "random"}
+        if is_moved or asked is within:
+            numbers["signal"] = "random"
             if is_moved:
                 numbers |= {"signal": "moved", "rule": move, "num_left": int(left[move])}
             yield from run.find(_REWARDS_UNEQUAL, differs, step[one], notice=not is_moved, **numbers)
@@ -592,7 +591,8 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
     """Find rewards without the penalty on long or truncated responses that a setting declares."""
     rows, reward = run.rows, run.rows["reward"]
     known, asked = np.isfinite(reward), []
-    name, size = r"overlong_buffer(_cfg)?[./_]", r"(overlong_buffer(_cfg)?[./_]len|soft_cache_length)$"
+    name = r"overlong_buffer(_cfg)?[./_]"
+    size = rf"({name}len|soft_cache_length)$"
     buffer, longest = run.number(size), run.number(_LONGEST)
     factor = run.number(r"overlong_(buffer(_cfg)?[./_])?penalty_factor$")
     has_switch = run.setting(name + "enable$", "")

@@ -421,15 +421,15 @@ def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[s
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[dict[str, str], np.ndarray] | None:
     """Return the rows (described as by Where.numbers, and as [S] bool) whose finite `values` [S] differ most from the others, or None if
-    chance can explain the difference. Only features known before sampling are tried: not the row index, for example, if
-    rows were sorted by length afterwards, since the surprise of a response of known length is not its entropy."""
+    chance can explain the difference. Only features known before sampling are tried. If rows were sorted by length
+    afterwards, their index is not: given its length, a response's expected surprise is not its entropy."""
     rows, found = np.flatnonzero(np.isfinite(values)), []
     known_before = ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)
     for name, column in sequence_columns(sample).items():
         if name.startswith(known_before) and (best := _split(name, column[rows], values[rows])) is not None:
             gain, kind, known, chosen, marked, _ = best
-            by_length = _split(name, column[rows], np.log(sample.lengths[rows]))
-            if name not in sample.settings and by_length is not None and by_length[0] > gain:
+            by_length = None if name in sample.settings else _split(name, column[rows], np.log(sample.lengths[rows]))
+            if by_length is not None and by_length[0] > gain:
                 continue
             inside = np.isin(np.arange(len(values)), rows[marked])
             found.append((gain, _described(name, kind, _values(kind, known, chosen)), inside))

@@ -83,9 +83,9 @@ def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[R
                 is_own_engine=any(_is_of_engines(contract, engines) for contract in contracts[name]),
                 changes=_changes(contracts[name]),
             ))  # fmt: skip
-    # If the recorded settings alone remove the mismatch, pass a was not computed with them, and no other arm shows more.
-    faithful = [each for each in found if each.repeats_a and each.code == "settles"]
-    return tuple(faithful or sorted(found, key=lambda each: -each.removed))
+    # If a replay as recorded removes the mismatch, the trainer did not compute what it recorded, and no other arm shows more.
+    as_recorded = [each for each in found if each.is_as_recorded and each.code == "settles"]
+    return tuple(as_recorded or sorted(found, key=lambda each: -each.removed))
 
 
 def _contracts(database: Database) -> dict[str, list[Contract]]:
@@ -272,24 +272,19 @@ def _next(
 
 def _result(advice: Advice, replays: tuple[ReplayEffect, ...]) -> str:
     """Return what the replays that `advice` proposes show, if all are recorded already, else an empty string."""
-    asked = (
-        re.findall(r"--arm (\S+)", advice.command)
-        or [
-            each.changes
-            for each in replays
-            if each.changes and all(f"--{option} " in advice.command for option in _options(each.changes))
-        ][:1]
-    )
+    recorded = {_options(each.changes): each for each in replays if each.changes}
+    asked = {_options(arm) for arm in re.findall(r"--arm (\S+)", advice.command)}
+    if not asked:  # the command sets the options of one arm
+        asked = {arm for arm in recorded if all(f"--{option} " in advice.command for option in arm)}
     shown = []
-    for each in replays:
-        if each.changes and any(_options(each.changes) == _options(arm) for arm in asked):
-            said = effect_text(replace(each, arm=f"a replay with {each.changes}"))
-            shown.append(f"{said} ({each.removed:.0%} of it)" if each.code == "part" else said)
+    for each in (each for arm, each in recorded.items() if arm in asked):
+        said = effect_text(replace(each, arm=f"a replay with {each.changes}"))
+        shown.append(f"{said} ({each.removed:.0%} of it)" if each.code == "part" else said)
     return "; ".join(shown) if len(shown) == len(asked) else ""
 
 
-def _options(changes: str) -> list[str]:
-    return sorted(each.replace("=", " ") for each in changes.split(","))
+def _options(arm: str) -> tuple[str, ...]:
+    return tuple(sorted(each.replace("=", " ") for each in arm.split(",")))
 
 
 def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:

@@ -78,8 +78,8 @@ class ReplayEffect:
     """Replay options, e.g. `dtype=fp16,batch-size=1`, or None if not recorded."""
 
     @property
-    def repeats_a(self) -> bool:
-        """True if the replay changes nothing of what the trainer, as pass a, recorded."""
+    def is_as_recorded(self) -> bool:
+        """True if pass a is the trainer's, and the replay changes none of its settings."""
         return self.arm == AS_RECORDED and self.pair[0] == TRAIN
 
     @property

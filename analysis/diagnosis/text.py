@@ -245,11 +245,10 @@ def _size_sentence(size: SizeComparison) -> str:
         missing = f"no published value for {size.coarser}" if size.coarser else _NO_DTYPE
         return f"The mismatch is {size.own:.3g} nats rms; {missing}"
     dtype = f"{size.coarser}, inferred from the logprobs" if size.is_inferred else size.coarser
-    assert size.low is not None
-    assert size.high is not None
-    is_value, where = size.low == size.high, size.code
-    published = f"the published {'value' if is_value else 'range'} for {dtype} ({_range(size.low, size.high)})"
-    return f"The mismatch of {size.own:.3g} nats rms is {'at' if is_value and where == 'within' else where} {published}"
+    where, published = str(size.code), f"range for {dtype} ({size.low:g} to {size.high:g})"
+    if size.low == size.high:
+        where, published = where.replace("within", "at"), f"value for {dtype} ({size.low:g})"
+    return f"The mismatch of {size.own:.3g} nats rms is {where} the published {published}"
 
 
 _CAUSES = {
@@ -263,8 +262,8 @@ _CAUSES = {
 
 def cause_text(effect: ReplayEffect) -> str:
     """Return the cause that a replay without mismatch shows, and its fix. Empty if the change tells neither."""
-    if effect.repeats_a:
-        return "the recorded train logprobs are not those of its weights and tokens: compare the trainer's padding, packing and model"
+    if effect.is_as_recorded:
+        return "the recorded train logprobs are not those of the recorded weights and tokens: compare the trainer's padding, packing and model"
     changes = parse_arm(effect.changes).changes if effect.changes else {}
     b = "the engine" if effect.pair[1] == ROLLOUT else effect.pair[1]
     return next((text.format(b=b, value=changes[name]) for name, text in _CAUSES.items() if name in changes), "")
@@ -282,8 +281,9 @@ def version_text(effect: ReplayEffect, version: Number) -> str:
 def effect_text(effect: ReplayEffect) -> str:
     a, b = effect.pair
     cause = cause_text(effect).partition(": ")[0] or "this setting causes the mismatch"
+    how = "replayed as recorded" if effect.is_as_recorded else f"with {effect.arm}"
     return {
-        "settles": f"{'replayed as recorded' if effect.repeats_a else f'with {effect.arm}'}, {a} agrees with {b}: {cause}",
+        "settles": f"{how}, {a} agrees with {b}: {cause}",
         "repeats": f"{effect.arm} reproduces {b}: {b}'s engine computes the same values from the same weights and tokens",
         "part": f"{effect.arm} accounts for part of the mismatch",
         "nothing": f"{effect.arm} has no effect on the mismatch",

@@ -98,7 +98,7 @@ def test_if_the_recorded_settings_already_remove_the_mismatch_no_other_replay_is
             recorder.add_scores(name, batch, logprobs=step.scored())
     (replay,) = diagnose(tmp_path / "trace").replays
     assert replay.arm == "as-recorded"
-    assert "the recorded train logprobs are not those of its weights and tokens" in effect_text(replay)
+    assert "the recorded train logprobs are not those of the recorded weights and tokens" in effect_text(replay)
 
 
 def test_a_replay_in_the_trace_settles_it(tmp_path):

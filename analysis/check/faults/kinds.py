@@ -159,12 +159,11 @@ def find_quantisation(data: PairData) -> list[Finding]:
     for side, other in ("ab", "ba"):
         for name, value in own[side].items():
             if value not in own[other].values():
-                numbers = {"cause": "quantised", "side": data.names[side], "setting": name, "value": value}
-                options = (
-                    f"--quantize {next((to for part, to in _QUANTISED_TO.items() if part in value.lower()), 'int8')}"
-                )
+                nearest = (to for part, to in _QUANTISED_TO.items() if part in value.lower())
+                cause, options = "quantised", f"--quantize {next(nearest, 'int8')}"
                 if "cache" in name or "kv" in name:
-                    numbers["cause"], options = "quantised_cache", "--kv-dtype fp8 --mode decode"
+                    cause, options = "quantised_cache", "--kv-dtype fp8 --mode decode"
+                numbers = {"cause": cause, "side": data.names[side], "setting": name, "value": value}
                 replay = commands.replay(data, options, "suspect", int(data.sample.steps[-1]))
                 return [WEIGHTS.finding(data, "contract", next=replay, numbers=numbers)]
     return []
@@ -262,7 +261,9 @@ def find_same_weights(data: PairData) -> list[Finding]:
     numbers: dict[str, Number] = {"cause": "stale_weights" if is_behind else "after_update", "side": side}
     numbers |= {"one": behind, "other": other, "lag": abs(found.lag), "num_tokens": found.tokens}
     numbers |= {"apart": found.apart, "own": found.own}
-    step = int(data.sample.steps[-1]) - abs(found.lag) * is_behind
+    last = int(data.sample.steps[-1])
+    # A side that was scored after the update differs from its own recorded version.
+    step = last - abs(found.lag) if is_behind else last
     next, broken = commands.weights_replay(data, step), SIDES.get(side, "computation")
     return [WEIGHTS.finding(data, "same_weights", weight=0.9, next=next, broken=broken, numbers=numbers)]
 
