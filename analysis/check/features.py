@@ -220,7 +220,7 @@ def frozen(data: PairData) -> tuple[str, dict[str, Any]] | None:
             break
         size = {side: float(np.sqrt(np.mean(values[inside] ** 2) / 2)) for side, values in apart.items()}
         for side, other in ("ba", "ab"):
-            part = _part_followed(apart[side], apart[other], steps[two]) if inside.all() else 0.0
+            part = _part_followed(apart[side], apart[other], steps[two], allowed_noise(data)) if inside.all() else 0.0
             is_still = size[side] < min(size[other] / 10, allowed_noise(data))
             is_frozen = (is_still or part) and getattr(twins, other) < size[other] / 2
             if is_frozen and len(np.unique(steps[two][inside])) > 1:
@@ -229,9 +229,10 @@ def frozen(data: PairData) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def _part_followed(own: np.ndarray, others: np.ndarray, steps: np.ndarray) -> float:
+def _part_followed(own: np.ndarray, others: np.ndarray, steps: np.ndarray, noise: float) -> float:
     """Return the share of the `others`' changes ([P] nats) that `own` changes follow, in the earlier half of the tokens as
-    in the later, if it is below a third, and otherwise 0."""
+    in the later, if it is below a third, and otherwise 0. It must leave less than it explains, or less than `noise`
+    (nats): the changes of an engine that lags behind resemble the trainer's, too."""
     late = np.argsort(np.argsort(steps, kind="stable")) >= len(steps) // 2
     if min(late.sum(), (~late).sum()) < MIN_REPEATS or not all(
         pearson(own[half], others[half]) > 0.3 for half in (late, ~late)
@@ -240,7 +241,8 @@ def _part_followed(own: np.ndarray, others: np.ndarray, steps: np.ndarray) -> fl
     if pearson(own, others) * np.sqrt(len(own)) < CLEAR:
         return 0.0
     part = float(own @ others) / float(others @ others)
-    return part if part < 1 / 3 else 0.0
+    left, variance = np.mean((own - part * others) ** 2), np.mean(own**2)
+    return part if part < 1 / 3 and left < max(variance / 2, 2 * noise**2) else 0.0
 
 
 class SameWeights(NamedTuple):

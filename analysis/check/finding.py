@@ -307,16 +307,21 @@ def certain(finding: Finding, gain: float = float("inf")) -> Hypothesis:
 
 
 def predicting(
-    data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray | None = None, *, is_right: bool = False
+    data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray | None = None, *,
+    is_right: bool = False, formula: np.ndarray | None = None,
 ) -> Hypothesis:  # fmt: skip
     """Return a hypothesis that predicts d at `tokens` ([K] bool; by default all) up to a residual ([K] nats), at the
-    `cost` of its parameters (nats). If `is_right`, the residual is the d that remains once the fault is corrected."""
+    `cost` of its parameters (nats). If `is_right`, the residual is the d that remains once the fault is corrected.
+    `formula` ([K] bool) are the tokens whose size a formula predicts if it predicts the others only on average."""
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
     right = data.spread_out(np.where(tokens, residual, data.d)) if is_right else None
-    share = np.sqrt(np.sum(left[tokens] ** 2) / max(np.sum(data.d[tokens] ** 2), 1e-30))
+    share, of_formula = (
+        np.sqrt(np.sum(left[part] ** 2) / max(np.sum(data.d[part] ** 2), 1e-30))
+        for part in (tokens, tokens if formula is None else formula)
+    )
     worth = _fit(data, left).log_likelihood - unexplained(data).log_likelihood - (cost + CLAIM_NATS)
-    if not is_right and share**2 > 0.5 and _fit(data, left, tokens).sigma > allowed_noise(data):
+    if not is_right and of_formula**2 > 0.5 and _fit(data, left, tokens).sigma > allowed_noise(data):
         worth = 0.0  # the formula leaves more than rounding, and more than it explains
     return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=worth, right=right, left=float(share))
 

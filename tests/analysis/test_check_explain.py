@@ -290,7 +290,7 @@ def test_packed_rows_are_found_without_a_record(tmp_path):
 # --- Settings of sampling ---------------------------------------------------------------------------------------------------
 
 
-def penalised(step, penalty=1.3):
+def penalised(step, penalty):
     """Logprobs whose logits are divided, or multiplied, where the token occurred before in prompt or response."""
     out = []
     for prompt, response in zip(step.prompts, step.responses, strict=True):
@@ -305,10 +305,10 @@ def penalised(step, penalty=1.3):
     return out
 
 
-@pytest.mark.parametrize("recorded", [1.3, None])
-def test_a_penalty_for_repetition_is_found_recorded_or_not(tmp_path, recorded):
+@pytest.mark.parametrize(("recorded", "penalty"), [(1.3, 1.3), (None, 1.3), (None, 1.1)])
+def test_a_penalty_for_repetition_is_found_recorded_or_not(tmp_path, recorded, penalty):
     run = Recording(
-        rollout=lambda step, number: penalised(step),
+        rollout=lambda step, number: penalised(step, penalty),
         sequences=lambda step, number: {"repetition_penalty": recorded} if recorded else {},
         contracts=BOTH_FP32,
     )

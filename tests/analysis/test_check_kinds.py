@@ -317,7 +317,14 @@ def test_a_share_of_the_updates_is_found_if_all_tokens_come_again_at_one_step():
     draw = np.random.default_rng(0)
     others = draw.normal(size=80)
     own = 0.04 * others + 0.02 * draw.normal(size=80)
-    assert _part_followed(own, others, np.full(80, 2)) == pytest.approx(0.04, rel=0.2)
+    assert _part_followed(own, others, np.full(80, 2), noise=1e-3) == pytest.approx(0.04, rel=0.2)
+
+
+def test_changes_that_only_resemble_the_trainers_are_no_share_of_the_updates():
+    draw = np.random.default_rng(0)
+    others = draw.normal(size=400)
+    own = 0.25 * others + 0.35 * draw.normal(size=400)  # an engine three steps behind that learns in similar directions
+    assert _part_followed(own, others, np.arange(400), noise=0.1) == 0.0
 
 
 @pytest.mark.parametrize(("part", "signal"), [(0.25, "follows"), (0.04, "follows"), (0.0, "frozen")])

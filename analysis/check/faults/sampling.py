@@ -390,35 +390,37 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
 
 
 def _repeated(data: PairData) -> list[Hypothesis]:
-    """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or after the first one. The fit
-    compares tokens with the same id, which rules out biases, and has log-odds as a regressor, which rules out scales."""
+    """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or after the first one, plus a
+    multiple of the log-odds: a repetition penalty is a factor on the logit (Keskar et al. 2019, arXiv 1909.05858). The
+    fit compares tokens with the same id, which rules out biases, and has log-odds as a regressor, which rules out scales."""
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:
         return []
     shift = clipped((odds_a - odds_b)[known])
     odds, y = centred((odds_a + odds_b)[known] / 2, place), centred(shift, place)
     alone = y - (y @ odds) / max(odds @ odds, 1e-30) * odds
-    recorded, r2, slope, times, counted = recorded_penalty(data), 0.0, 0.0, np.zeros(0), ""
+    recorded, r2, moved, times, counted = recorded_penalty(data), 0.0, np.zeros(0), np.zeros(0), ""
+    level = np.where(known, odds_a + odds_b, 0.0) / 2
     for name in ("response", "row"):
         count = occurrences(data)[name].astype(float)
         for tried in (count, np.minimum(count, 1)):
-            x = centred(tried[known], place)
-            fitted, *_ = np.linalg.lstsq(np.stack([x, odds], axis=1), y, rcond=None)
-            left = y - x * fitted[0] - odds * fitted[1]
+            terms = [centred(each[known], place) for each in (tried, tried * level)]
+            fitted, *_ = np.linalg.lstsq(np.stack([*terms, odds], axis=1), y, rcond=None)
+            left = y - np.stack([*terms, odds], axis=1) @ fitted
             share = 1 - (left @ left) / max(alone @ alone, 1e-30)
-            if x.any() and share > r2:
-                r2, slope, times, counted = share, float(fitted[0]), tried, name
+            if terms[0].any() and share > r2:
+                r2, moved, times, counted = share, tried * (fitted[0] + level * fitted[1]), tried, name
     if r2 < 0.1 or np.sqrt(r2 * (len(y) - len(ids))) < 10:
         return []
+    slope = float(moved[known].sum() / times[known].sum())
     side = sides(data)[slope > 0]
     again, new = (side.sign * float(data.d[each].mean()) for each in (times > 0, times == 0))
     numbers = side.names | {"cause": "repeated", "counted": counted, "by_count": int(times.max() > 1)}
     numbers |= {"slope": abs(slope), "r2": float(r2), "mean_repeated": again, "mean_new": new, "recorded": recorded}
     finding = PENALTY.finding(data, "repeated", times > 0, next=commands.far_tokens(data), numbers=numbers)
-    moved = slope * times
     predicted = -np.logaddexp(0.0, -(odds_b + moved + np.median(shift - moved[known])))
     residual = np.where(known, data.a - predicted, data.d)
-    return [predicting(data, finding, residual, 8.0 if recorded is None else 0.0)]
+    return [predicting(data, finding, residual, 8.0 if recorded is None else 0.0, formula=times > 0)]
 
 
 @once
