@@ -180,6 +180,9 @@ class RepeatedTokens(NamedTuple):
     b: float = 0.0
     d: float = 0.0
     """Rms d at the repeated tokens, as a logit error (nats)."""
+    agreeing: float = 1.0
+    """Share of pairs of repeated tokens, both with a mismatch beyond rounding, whose logprobs agree within rounding in both
+    passes. Two versions of the weights make nearly all agree. 1 if too few pairs are known."""
 
 
 MIN_REPEATS = 20
@@ -195,8 +198,13 @@ def repeats(data: PairData) -> RepeatedTokens:
     one, two = (each[data.rest[one] > 0.05] for each in (one, two))
     if len(one) < MIN_REPEATS:
         return RepeatedTokens(False)
-    apart = data.a[one] - data.a[two], data.b[one] - data.b[two], data.d[one] * np.sqrt(2)
-    return RepeatedTokens(True, *(float(np.sqrt(np.mean((x / data.scale[one]) ** 2) / 2)) for x in apart))
+    apart = [
+        x / data.scale[one] for x in (data.a[one] - data.a[two], data.b[one] - data.b[two], data.d[one] * np.sqrt(2))
+    ]
+    off = logit_error(data) > 2 * allowed_noise(data)
+    agree = (np.abs(np.stack(apart[:2])).max(axis=0) < allowed_noise(data))[off[one] & off[two]]
+    agreeing = float(agree.mean()) if len(agree) >= MIN_REPEATS else 1.0
+    return RepeatedTokens(True, *(float(np.sqrt(np.mean(x**2) / 2)) for x in apart), agreeing=agreeing)
 
 
 def frozen(data: PairData) -> tuple[str, dict[str, Any]] | None:

@@ -336,6 +336,25 @@ def test_an_engine_that_applies_part_of_each_update_is_not_frozen(tmp_path, part
     assert ("--arm weights-version=0 &&" in first.next) == (not part)
 
 
+@pytest.mark.parametrize(("scatter", "expected"), [(0.6, "row_context"), (0.0, "weights_differ")])
+def test_identical_tokens_with_many_wrong_values_do_not_come_from_other_weights(tmp_path, scatter, expected):
+    """Half of a trainer's rows are off in the direction of its updates: as far as their neighbours move them, or all equally far."""
+    direction = moved(table(), 9, 1.0) - table()
+
+    def train(step, number):
+        out, draw = step.scored(), np.random.default_rng(number)
+        for row in draw.permutation(len(out))[::2]:
+            out[row] = step.scored(step.logits + (0.6 + scatter * draw.normal()) * direction)[row]
+        return out
+
+    run = Recording(
+        train=train, rollout=lambda step, number: step.scored(bfloat16(step.logits)), steps=6,
+        weights=lambda number: table() + 0.2 * number * direction, contracts={"rollout": VLLM_BF16, "train": FP32},
+        options={"in_group": 8, "longest": 40},
+    )  # fmt: skip
+    assert check(run.write(tmp_path / "trace")).findings[0].code == expected
+
+
 @pytest.mark.parametrize(("lag", "cause", "side"), [(1, "stale_weights", "rollout"), (-1, "after_update", "train")])
 def test_weights_of_another_step_are_found_in_tokens_that_come_again(tmp_path, lag, cause, side):
     """The engine keeps the weights of the step before, or the trainer scores with those of the next step."""

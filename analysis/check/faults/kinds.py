@@ -536,8 +536,10 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
         told = ("onset", "")
     if told is not None:
         return [_finding(data, *told, None, place)]
-    known = among_faults(features.probabilities(_after_jump(data)))
-    first, second, *_ = known
+    known = features.probabilities(_after_jump(data))
+    if features.repeats(data).agreeing < 0.5:  # other weights give identical tokens of a step the same wrong value
+        known = {kind: value for kind, value in known.items() if kind != "weights"}
+    first, second, *_ = known = among_faults(known)
     is_close = known[second] >= MIN_SECOND
     rival: dict[str, Number] = {"rival": second, "rival_probability": known[second]} if is_close else {}
     found = [_finding(data, first, KINDS[first][1], known[first], place, rival)]
