@@ -317,6 +317,52 @@ def test_a_penalty_for_repetition_is_found_recorded_or_not(tmp_path, recorded, p
     assert ("recorded: repetition_penalty 1.3" in evidence_text(first)) == (recorded is not None)
 
 
+def sampled_with_penalty(logits, seed, penalty):
+    """A step whose responses are drawn with the penalty, so that repeated tokens are rare."""
+    step, draw = sample(logits, seed, longest=40), np.random.default_rng(seed)
+    for row, (prompt, response) in enumerate(zip(step.prompts, step.responses, strict=True)):
+        before = [int(token) for token in prompt]
+        for _ in response:
+            odds = logits[before[-1]].astype(float)
+            seen = np.unique(before)
+            odds[seen] = np.where(odds[seen] > 0, odds[seen] / penalty, odds[seen] * penalty)
+            before.append(int(draw.choice(len(odds), p=np.exp(log_softmax(odds)))))
+        step.responses[row] = np.array(before[len(prompt) :])
+    return step
+
+
+def test_a_penalty_that_leaves_few_repeated_tokens_is_found_by_the_sign_of_d(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        for name, contract in BOTH_FP32.items():
+            recorder.add_contract(name, contract)
+        for number in range(1, 9):
+            step = sampled_with_penalty(table(sharpness=12.0), 100 + number, 2.0)
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses]
+            )  # fmt: skip
+            recorder.add_scores("rollout", batch, logprobs=penalised(step, 2.0))
+            recorder.add_scores("train", batch, logprobs=step.scored())
+    first = check(tmp_path / "trace").findings[0]
+    assert (first.code, first.signal, first.numbers["side"]) == ("penalty", "lowers_repeated", "rollout")
+    assert "lowers the logprobs of tokens that occurred earlier in the row" in evidence_text(first)
+
+
+@pytest.mark.parametrize("sharpness", [2.5, 8.0])
+def test_a_temperature_is_found_beside_a_filter(tmp_path, sharpness):
+    def process(rows):
+        return top_p(rows / 0.7, 0.7)
+
+    run = Recording(
+        rollout=lambda step, number: step.scored(process=process), process=process, contracts=BOTH_FP32,
+        weights=lambda number: table(sharpness=sharpness), options={"in_group": 16, "longest": 30},
+        sequences=lambda step, number: {"temperature": 0.7, "top_p": 0.7},
+    )  # fmt: skip
+    first = first_of(run, tmp_path / "trace")
+    assert (first.code, first.signal) == ("temperature", "in_contexts")
+    assert first.numbers["temperature"] == pytest.approx(0.7, rel=0.05)
+    assert "recorded: sampling 0.7; top_p 0.7" in evidence_text(first)
+
+
 def test_a_recorded_top_p_is_asked_first(tmp_path):
     run = Recording(
         rollout=lambda step, number: step.scored(process=lambda rows: top_p(rows, 0.9)),

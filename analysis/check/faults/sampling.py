@@ -58,9 +58,10 @@ def _moved_ids(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 TEMPERATURE = Fault(code="temperature", title="temperature on one side only", broken="recording", evidence={
     "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted; {least:.3g} to {largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
+    "in_contexts": "at {num_pairs:,} pairs of different tokens after the same prefix, where normalisers cancel, {b}'s logits equal {a}'s divided by {temperature:.3g} (fitted; {least:.3g} to {largest:.3g}), which accounts for {r2:.0%} of the mismatch there. The normalisers differ by more than this, as with a filter{recorded_text}{filter}",
     "divided": "{side}'s logprobs were computed at temperature 1 and divided by {temperature:g}, but not normalised again: they differ from {other}'s nearly always in the same direction, by {slope:.2g} times (1/T - 1) times the entropy (correlation {correlation:.2f}), where T is the recorded temperature",
     "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows ({num_values} different values, {least:g} to {largest:g}), so {side} applies each row's temperature, but {other} uses one temperature for all rows",
-}, words={"scaled_logits": _recorded_temperatures}, causes={"divided": "one side's logprobs are divided by the temperature, but not normalised again", "scale": "one side's logits are scaled, e.g. by a temperature, a soft cap, or a factor in the head or its norm"})  # fmt: skip
+}, words=dict.fromkeys(("scaled_logits", "in_contexts"), _recorded_temperatures), clauses={"filter": "; {filter}"}, causes={"divided": "one side's logprobs are divided by the temperature, but not normalised again", "scale": "one side's logits are scaled, e.g. by a temperature, a soft cap, or a factor in the head or its norm"})  # fmt: skip
 TRUNCATION = Fault(code="truncation", title="one side's softmax covers fewer tokens: top-p, top-k or min-p, a grammar, or forbidden tokens", broken="recording", causes={
     "filter": "one side's logprobs were renormalised after top-p, top-k or min-p",
     "forbidden": "one side forbids token ids that the other side sampled",
@@ -83,6 +84,7 @@ GRAMMAR = Fault(code="grammar", title="one side was sampled under a grammar, so 
 })  # fmt: skip
 PENALTY = Fault(code="penalty", title="a repetition, presence or frequency penalty, a logit bias or a token filter on one side only", broken="recording", evidence={
     "repeated": "{side} lowers a token's logit by {slope:.3g} {by_count} in the {counted}, as with a repetition, presence or frequency penalty; this explains {r2:.0%} of the difference in log-odds (logprobs change by {mean_repeated:+.2g} nats on average at repeated tokens and by {mean_new:+.2g} at new ones){recorded}",
+    "lowers_repeated": "{side} lowers the logprobs of tokens that occurred earlier in the {counted} ({mean_repeated:+.2g} nats on average) and raises those of all others ({mean_new:+.2g}): this holds for {right:.1%} of the {num_tokens:,} tokens whose mismatch exceeds rounding, as with a repetition, presence or frequency penalty{recorded}",
     "token_ids": "{side} {lowers} the logprobs of {ids_text} ({mean_ids:+.2g} nats on average) and {raises} all others ({mean_rest:+.2g}), as with a logit bias or a token filter",
     "one_shift": "for pairs of different tokens after the same prefix, both sides should have the same logprob difference. Of {num_pairs:,} such pairs, {num_equal:,} agree and {num_shifted:,} disagree by {bias:.3g} nats, so one side shifts the logits of some tokens, as with a logit bias or a penalty",
     "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
@@ -124,11 +126,13 @@ def find_temperature(data: PairData) -> list[Hypothesis]:
     off = np.abs(data.d) > 4 * value_rounding(data)
     lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
     if not 0.02 < lower < 0.98:
-        return []  # a factor raises likely tokens and lowers unlikely ones, or vice versa
-    if (found := _by_setting(data)) or (fit := _scale(data)) is None:
+        return _in_contexts(data)  # a factor alone raises likely tokens and lowers unlikely ones, or vice versa
+    if found := _by_setting(data):
         return found
+    if (fit := _scale(data)) is None:
+        return _in_contexts(data)
     exact = _exact_scale(data)
-    return [_scaled(data, fit, exact)] if exact is None or exact[2] * np.log(fit.scale) > 0 else []
+    return [_scaled(data, fit, exact)] if exact is None or exact.log * np.log(fit.scale) > 0 else []
 
 
 def _by_setting(data: PairData) -> list[Hypothesis]:
@@ -181,9 +185,21 @@ def _scale(data: PairData) -> ScaleFit | None:
     return fit if is_clear and abs(np.log(scale)) >= 2 * UNIT_ROUNDOFF["bfloat16"] else None
 
 
-def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
-    """Return the ratio logits_b / logits_a, its error and its logarithm (NaN if the logits are not proportional), or
-    None if there are too few tokens. Tokens in the same context are compared, so that the normaliser cancels out."""
+class ExactScale(NamedTuple):
+    scale: float
+    """Pass b's logits divided by pass a's."""
+    error: float
+    log: float
+    """Logarithm of the scale. NaN if the logits are not proportional."""
+    num_pairs: int
+    r2: float
+    """Share of the pairs' mismatch explained by the scale."""
+
+
+@once
+def _exact_scale(data: PairData) -> ExactScale | None:
+    """Fit a scale to the logits of pairs of tokens in the same context, whose normaliser cancels out. Return None if there are
+    too few."""
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
     known = (np.maximum(np.abs(one), np.abs(two)) > 0.3) & (np.abs(one) < 15)
@@ -194,16 +210,31 @@ def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
     scale = float(np.median(ratio))
     left = two - scale * one
     error = 2 * 1.25 * float(np.median(np.abs(ratio - scale))) / 0.67 / np.sqrt(len(ratio)) + 1e-5 * abs(scale)
-    is_scale = left @ left < 0.1 * ((two - one) @ (two - one)) or np.sqrt(np.mean(left**2)) < allowed_noise(data)
-    return scale, error, float(np.log(scale)) if scale > 0 and is_scale else float("nan")
+    r2 = 1 - float(left @ left) / max(float((two - one) @ (two - one)), 1e-30)
+    is_scale = r2 > 0.9 or np.sqrt(np.mean(left**2)) < allowed_noise(data)
+    return ExactScale(scale, error, float(np.log(scale)) if scale > 0 and is_scale else float("nan"), len(ratio), r2)
 
 
-def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | None) -> Hypothesis:
+def _in_contexts(data: PairData) -> list[Hypothesis]:
+    """Explain d by a temperature that only pairs of tokens in the same context show, because a filter changes the normaliser."""
+    exact = _exact_scale(data)
+    if exact is None or np.isnan(exact.log) or exact.r2 < 0.9 or abs(exact.log) < 2 * CLEAR * exact.error / exact.scale:
+        return []
+    temperature, known = 1 / exact.scale, _temperatures(data)
+    numbers: dict[str, Number] = {**data.names, **known, "temperature": temperature, "filter": recorded_filter(data)}
+    numbers |= {"least": 1 / (exact.scale + exact.error), "largest": 1 / (exact.scale - exact.error)}
+    numbers |= {"num_pairs": exact.num_pairs, "r2": exact.r2}
+    next = _confirming(data, temperature, has_contexts=True)
+    finding = TEMPERATURE.finding(data, "in_contexts", weight=exact.r2, next=next, numbers=numbers)
+    return [certain(finding, -exact.num_pairs / 2 * np.log(max(1 - exact.r2, 1e-12)) - 16.0)]
+
+
+def _scaled(data: PairData, fit: ScaleFit, exact: ExactScale | None) -> Hypothesis:
     middle, low, high = fit.scale, fit.lowest, fit.highest
     # Across contexts, the fit is exact only to first order in the log of the temperature, so widen its bounds.
     error = max((1 - fit.r2) / 2, 0.05, abs(np.log(middle)) / 2)
     if exact is not None:
-        middle, low, high, error = exact[0], exact[0] - exact[1], exact[0] + exact[1], 0.0
+        middle, low, high, error = exact.scale, exact.scale - exact.error, exact.scale + exact.error, 0.0
     wider = float(np.exp(abs(np.log(middle)) * error))
     temperature, known = 1 / middle, _temperatures(data)
     recorded = known.get("recorded_sampling", temperature)
@@ -286,6 +317,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     is_same = copies > 1 and np.mean(np.abs(size - np.log(copies)) < allowed_noise(data) * data.scale) > 0.99
     if divided := _divided(data, raised, lowered):
         return [divided]
+    if _in_contexts(data):
+        return []
     if _is_cut(data, raised) and not is_same:
         fault, signal, known = TRUNCATION, "kept_mass", recorded_filter(data)
         next = commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut")
@@ -386,7 +419,8 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
     """Explain d by shifted logits at repeated tokens (a penalty), at some ids (a bias) or, failing that, anywhere."""
     if data.num_kept < 200:
         return []
-    return [*_repeated(data), *_of_ids(data), *_biased(data)] or _one_shift(data)
+    repeated = [each for each in _repeated(data) if each.gain > 0] or _lowers_repeated(data)
+    return [*repeated, *_of_ids(data), *_biased(data)] or _one_shift(data)
 
 
 def _repeated(data: PairData) -> list[Hypothesis]:
@@ -421,6 +455,25 @@ def _repeated(data: PairData) -> list[Hypothesis]:
     predicted = -np.logaddexp(0.0, -(odds_b + moved + np.median(shift - moved[known])))
     residual = np.where(known, data.a - predicted, data.d)
     return [predicting(data, finding, residual, 8.0 if recorded is None else 0.0, formula=times > 0)]
+
+
+def _lowers_repeated(data: PairData) -> list[Hypothesis]:
+    """Explain d by its sign: a penalty lowers the logprobs of repeated tokens, and raises all others by what these lose."""
+    off, found = np.abs(data.d) > 2 * (allowed_noise(data) * np.maximum(data.rest, 1e-3) + value_rounding(data)), []
+    for counted in ("response", "row"):
+        repeated = occurrences(data)[counted] > 0
+        for side in sides(data):
+            sign = np.where(repeated, -side.sign, side.sign)
+            right = [np.sign(data.d[off & part]) == sign[off & part] for part in (repeated, ~repeated)]
+            if min(map(len, right)) >= FEW and right[0].mean() > 0.9 and right[1].mean() > 0.98:
+                means = (side.sign * float(data.d[off & part].mean()) for part in (repeated, ~repeated))
+                numbers = side.names | {"cause": "repeated", "counted": counted, "recorded": recorded_penalty(data)}
+                numbers |= dict(zip(("mean_repeated", "mean_new"), means, strict=True))
+                numbers |= {"right": float(np.concatenate(right).mean()), "num_tokens": int(off.sum())}
+                next = commands.far_tokens(data)
+                finding = PENALTY.finding(data, "lowers_repeated", off, next=next, numbers=numbers)
+                found.append(of_signs(data, finding, np.where(off, sign, 0), 8.0))
+    return sorted(found, key=lambda each: -each.gain)[:1]
 
 
 @once
