@@ -204,7 +204,8 @@ def repeats(data: PairData) -> RepeatedTokens:
     off = logit_error(data) > 2 * allowed_noise(data)
     agree = (np.abs(np.stack(apart[:2])).max(axis=0) < allowed_noise(data))[off[one] & off[two]]
     agreeing = float(agree.mean()) if len(agree) >= MIN_REPEATS else 1.0
-    return RepeatedTokens(True, *(float(np.sqrt(np.mean(x**2) / 2)) for x in apart), agreeing=agreeing)
+    a, b, d = (float(np.sqrt(np.mean(x**2) / 2)) for x in apart)
+    return RepeatedTokens(True, a, b, d, agreeing)
 
 
 def frozen(data: PairData) -> tuple[str, dict[str, Any]] | None:
