@@ -438,11 +438,11 @@ def _repeated(data: PairData) -> list[Hypothesis]:
     for name in ("response", "row"):
         count = occurrences(data)[name].astype(float)
         for tried in (count, np.minimum(count, 1)):
-            terms = [centred(each[known], place) for each in (tried, tried * level)]
-            fitted, *_ = np.linalg.lstsq(np.stack([*terms, odds], axis=1), y, rcond=None)
-            left = y - np.stack([*terms, odds], axis=1) @ fitted
+            columns = np.stack([centred(tried[known], place), centred((tried * level)[known], place), odds], axis=1)
+            fitted, *_ = np.linalg.lstsq(columns, y, rcond=None)
+            left = y - columns @ fitted
             share = 1 - (left @ left) / max(alone @ alone, 1e-30)
-            if terms[0].any() and share > r2:
+            if columns[:, 0].any() and share > r2:
                 r2, moved, times, counted = share, tried * (fitted[0] + level * fitted[1]), tried, name
     if r2 < 0.1 or np.sqrt(r2 * (len(y) - len(ids))) < 10:
         return []
